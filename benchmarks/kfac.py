@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -24,25 +25,38 @@ from rich.table import Table
 from torch import nn
 
 import thinwire as tw
-from thinwire.systems.kfac import KFAC, Variant, make_plan
+from thinwire.core.pricing.costs import Costs
+from thinwire.core.pricing.placement import place_threshold
+from thinwire.systems.kfac import KFAC, KFACPlan, Variant, make_plan, published
+from thinwire.systems.kfac.assignment import PlanMaker, by_cost, cheapest, fused, up_to
 from thinwire.systems.kfac.planning import measured_costs
 from thinwire.systems.kfac.predict import predict
 from thinwire.systems.kfac.prices import LayerTimes, layers_of
 from thinwire.tools.bench.models.registry import build_model
 
 RESULTS = Path(__file__).parent / "results" / "kfac.json"
-ROWS: dict[str, dict[str, Any]] = {
-    "dkfac": {"schedule": "dkfac"},
-    "mpd": {"schedule": "mpd"},
-    "spd": {"schedule": "spd"},
-    "spd, published rules": {
-        "schedule": "spd", "planner": "spd", "inverse_rule": "threshold:1400", "inverse_weight": "d",
-        "inverse_comm": "broadcast",
-    },
-    "spd, threshold 1400": {"schedule": "spd", "inverse_rule": "threshold:1400"},
-    "spd, layer by layer": {"schedule": "spd", "planner": "layer"},
-    "kaisa:1/2": {"schedule": "kaisa:1/2"},
-}  # fmt: skip
+
+
+def threshold(plan: KFACPlan, costs: Costs, times: LayerTimes) -> KFACPlan:
+    """The published placement alone."""
+    plan = by_cost(plan, costs, times)
+    owners = place_threshold([plan.dim(i) for i in range(len(plan.owners))], plan.world_size).owner
+    return cheapest([replace(plan, owners=owners)], costs)
+
+
+def layer_by_layer(plan: KFACPlan, costs: Costs, times: LayerTimes) -> KFACPlan:
+    return fused(by_cost(plan, costs, times), [up_to(0)], costs, times)
+
+
+ROWS: dict[str, PlanMaker] = {
+    "dkfac": published.dkfac,
+    "mpd": published.mpd,
+    "spd": by_cost,
+    "spd, published rules": published.spd,
+    "spd, threshold 1400": threshold,
+    "spd, layer by layer": layer_by_layer,
+    "kaisa:1/2": published.kaisa("1/2"),
+}
 WORKERS = 4  # of a name without a number
 PHASES = ("capture", "factor_wait", "invert", "inverse_wait", "precondition", "return_wait")
 
@@ -85,18 +99,18 @@ def rank_main(model: str, steps: int, rounds: int, names: list[str]) -> None:
     with tw.attach(net, torch.optim.SGD(net.parameters(), 0.01)) as sync:
         costs = measured_costs(sync, layers, "inverse")
     predicted = {}
-    for row, options in rows.items():
-        plan = make_plan(layers, world, Variant(**options), costs, LayerTimes.of_profile(profile, layers))
+    for row, maker in rows.items():
+        plan = make_plan(layers, world, costs, LayerTimes.of_profile(profile, layers), maker=maker)
         predicted[row] = predict(plan, profile, costs).step_seconds()
     seconds: dict[str, list[float]] = {row: [] for row in rows}
     phases: dict[str, list[list[float]]] = {row: [] for row in rows}
     owned: dict[str, str] = {}
     for turn in range(rounds):
-        for row, options in rows.items():
+        for row, maker in rows.items():
             net, loss = networks(model)
             optimizer = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
             with tw.attach(net, optimizer) as sync:
-                variant = Variant(**options, costs=costs)
+                variant = Variant(plan=maker, costs=costs)
                 kfac = KFAC(net, sync, damping=0.03, factor_update_steps=1, inv_update_steps=1, variant=variant)
                 for step in range(steps + 4):  # two rounds, then the messages are planned again
                     if step == 4:

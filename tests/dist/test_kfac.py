@@ -1,5 +1,7 @@
 """K-FAC on real ranks: sharded is the joint batch, whatever the schedule; equal bits, counted messages, failures."""
 
+import math
+
 import pytest
 import torch
 from cases import logged
@@ -17,6 +19,7 @@ pytestmark = pytest.mark.dist
 BATCH, STEPS = 8, 8
 TERMS = BATCH * 4 * 4  # of the longest sum in a step: a weight's gradient in the convolution
 COSTS = Costs.of_link(1e9, 50e-6, 4)
+EVERY_RANK = 10**6  # inverts what has a smaller side
 OPTIONS = {"damping": 1e-2, "factor_update_steps": 2, "inv_update_steps": 4, "kl_clip": 1e-3, "costs": COSTS}
 
 
@@ -81,16 +84,16 @@ def joint(method="inverse", steps=STEPS, **options):
 CASES = [
     {"schedule": "dkfac"},
     {"schedule": "mpd"},
-    {"schedule": "spd", "inverse_rule": "all", "planner": "layer"},
-    {"schedule": "spd", "inverse_rule": "none", "planner": "one"},
-    {"schedule": "spd", "inverse_rule": "threshold:13", "inverse_comm": "owner_fused", "planner": "fixed:0.001MB"},
-    {"schedule": "spd", "inverse_rule": "none", "inverse_comm": "allgather"},
-    {"schedule": "spd", "planner": "spd", "inverse_rule": "threshold:13", "inverse_weight": "d"},
-    {"schedule": "spd", "method": "inverse_pi", "inverse_comm": "broadcast", "inverse_rule": "none"},
-    {"schedule": "spd", "method": "eigen", "inverse_rule": "threshold:13"},
+    {"limit": 0, "threshold": EVERY_RANK},
+    {"limit": math.inf, "threshold": 0},
+    {"limit": 1000, "threshold": 13, "transport": "owner_fused"},
+    {"threshold": 0, "transport": "allgather"},
+    {"schedule": "spd-published", "threshold": 13},
+    {"method": "inverse_pi", "threshold": 0, "transport": "broadcast"},
+    {"method": "eigen", "threshold": 13},
     {"schedule": "kaisa:1"},
     {"schedule": "kaisa:1/2"},
-    {"schedule": "kaisa:1/2", "method": "eigen", "inverse_comm": "allgather"},
+    {"schedule": "kaisa:1/2", "method": "eigen", "transport": "allgather"},
 ]
 
 
@@ -161,8 +164,9 @@ def _events(rank, size, schedule):
             return made
 
         sync.services.channel = channel
-        kfac_with(net, sync, schedule=schedule, planner="layer", inverse_rule="none", inverse_comm="broadcast",
-             **{**OPTIONS, "factor_update_steps": 1, "inv_update_steps": 1})  # fmt: skip
+        rules = {"limit": 0, "threshold": 0, "transport": "broadcast"} if schedule == "spd" else {}
+        options = {**OPTIONS, "factor_update_steps": 1, "inv_update_steps": 1}
+        kfac_with(net, sync, schedule=schedule, **rules, **options)
         net.register_forward_hook(lambda *_: log.append("forward over"))
         for step in range(3):
             x, y = data(step)
@@ -197,7 +201,7 @@ def test_when_messages_leave(schedule):
 
 def _counted(rank, size, intervals):
     options = {"factor_update_steps": intervals[0], "inv_update_steps": intervals[1]}
-    options |= {"inverse_rule": "none", "inverse_comm": "broadcast", "planner": "layer"}
+    options |= {"limit": 0, "threshold": 0, "transport": "broadcast"}
     kfac, sync, _, _ = train(rank, size, options, steps=12)
     sync.close()
     return kfac.stats(), kfac.plan
@@ -283,7 +287,7 @@ def test_a_skipped_step_leaves_no_trace_and_the_inverse_due():
         assert log[-1][1] == 1
 
 
-def _broken(rank, size, rule):
+def _broken(rank, size, from_side):
     text, seen = logged(), {}
 
     def after(kfac, step):
@@ -307,20 +311,20 @@ def _broken(rank, size, rule):
         kfac.load_state_dict({**state, f"factor/{name}": pack_upper(bad)})
 
     options = {
-        "inverse_rule": rule,
+        "threshold": from_side,
         "factor_update_steps": 1,
         "inv_update_steps": 1,
         "factor_decay": 1.0,
-        "inverse_comm": "broadcast",
+        "transport": "broadcast",
     }
     _, sync, _, net = train(rank, size, options, steps=6, after=after)
     sync.close()
     return flat(net), seen, [line for line in text if "cannot be inverted" in line]
 
 
-@pytest.mark.parametrize("rule", ["all", "none"])
-def test_what_cannot_be_inverted_keeps_its_old_inverse(rule):
-    ranks = run(_broken, 2, rule)
+@pytest.mark.parametrize("from_side", [EVERY_RANK, 0])
+def test_what_cannot_be_inverted_keeps_its_old_inverse(from_side):
+    ranks = run(_broken, 2, from_side)
     for weights, seen, words in ranks:
         assert torch.equal(weights, ranks[0][0])
         assert seen["kept"]
@@ -362,7 +366,7 @@ def _resumed(rank, size, folder, options):
 
 @pytest.mark.slow
 def test_resume(tmp_path):
-    options = {"schedule": "kaisa:1/2", "inverse_rule": "none", "inverse_comm": "broadcast", "planner": "layer"}
+    options = {"schedule": "kaisa:1/2", "transport": "broadcast"}
     saved = run(_saved, 4, str(tmp_path), options)
     again = run(_resumed, 4, str(tmp_path), options)
     for (held, weights), (found, after, _) in zip(saved, again):

@@ -105,9 +105,19 @@ def test_ranks_agree_on_the_order_of_everything(name):
     assert text is None
 
 
-@pytest.mark.parametrize("schedule", ["spd", "dkfac", "mpd", "kaisa:1/2", "dp"])
-def test_ranks_agree_on_the_order_beside_kfac(schedule):
-    """One layer after another, as plans that are made of measured times would be each rank's own here."""
-    kfac = {**WAYS["K-FAC"].keywords["kfac"], "schedule": schedule, "planner": "layer"}
+LAYER_BY_LAYER = {"schedule": "mpd", "limit": 0}
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        LAYER_BY_LAYER,
+        {**LAYER_BY_LAYER, "transport": "allgather"},
+        *({"schedule": s} for s in ("dkfac", "mpd", "kaisa:1/2", "dp")),
+    ],
+)
+def test_ranks_agree_on_the_order_beside_kfac(rules):
+    """By rules without times, as plans that are made of measured ones would be each rank's own here."""
+    kfac = {**WAYS["K-FAC"].keywords["kfac"], **rules}
     text = disagreement(logs(SSGD(fusion="none"), unused=False, kfac=kfac))
     assert text is None

@@ -18,7 +18,7 @@ from thinwire.core.pricing.placement import place_threshold
 from thinwire.core.pricing.profiles import builtin
 from thinwire.core.program import LocalWorld
 from thinwire.systems.federated.schedule import fit
-from thinwire.systems.kfac.assignment import one_direction
+from thinwire.systems.kfac import make_plan, published
 from thinwire.systems.kfac.plan import FactorLayer
 from thinwire.systems.kfac.prices import LayerTimes, layers_of
 from thinwire.systems.supernet.operators import ElasticBatchNorm, ElasticDepthwise
@@ -96,7 +96,8 @@ def test_kfac_fuses_what_saves_a_start_up(side):
         elements = [(layers[i].d_g if side else layers[i].d_a) for i in order]
         seconds = [rate * 4 * s * (s + 1) / 2 for s in elements]  # symmetric: a half is sent
         wanted = _fused(np.cumsum(steps[list(order)]), seconds, startup)
-        found = one_direction("spd", layers, side, 4, costs, known)
+        plan = make_plan(layers, 4, costs, known, maker=published.spd)
+        found = plan.g_buckets if side else plan.a_buckets
         assert found == tuple(tuple(order[n] for n in group) for group in wanted)
         sizes_of_groups.update(map(len, found))
     assert {1, 2, 3} < sizes_of_groups

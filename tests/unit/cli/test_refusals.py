@@ -236,7 +236,6 @@ kfac plan resnet50 --schedules '' -> --schedules '': give schedules separated by
 kfac plan resnet50 --schedules kaisa:1/0 -> schedule='kaisa:1/0' is unknown
 kfac calibrate --costs binary.json -> binary.json cannot be read: not a text file
 kfac calibrate --costs bad.json -> bad.json: this is not a file of thinwire costs
-kfac plan resnet50 --planner best -> planner='best' is unknown
 kfac plan resnet50 --factor-update-steps 0 -> --factor-update-steps=0 must be a whole number of at least 1
 kfac plan resnet50 --workers 6 --schedules kaisa:1/4 -> use kaisa:1/6, kaisa:2/6
 kfac plan resnet50 --out no/such/plan.json -> --out

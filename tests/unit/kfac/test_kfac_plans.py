@@ -1,20 +1,24 @@
 """Plans: fusion and placement against brute force, transports, what does not fit."""
 
 import itertools
+import math
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kfac_with import ruled
 from thinwire.core.pricing.costs import Costs, Linear, Table
 from thinwire.core.pricing.merge import greedy_mgwfbp
 from thinwire.core.pricing.placement import place, place_threshold
 from thinwire.core.pricing.profiles import builtin
-from thinwire.systems.kfac import KFACPlan, Variant, make_plan
-from thinwire.systems.kfac.assignment import end_seconds, fused, one_direction
-from thinwire.systems.kfac.plan import FactorLayer
+from thinwire.systems.kfac import KFACPlan, make_plan
+from thinwire.systems.kfac.assignment import by_cost, end_seconds, fused, optimal, up_to
+from thinwire.systems.kfac.plan import TRANSPORTS, FactorLayer
 from thinwire.systems.kfac.predict import predict
 from thinwire.systems.kfac.prices import LayerTimes, inversion_cost, layers_of
+from thinwire.systems.kfac.published import dkfac, kaisa, named, spd
 
 LAYERS = tuple(FactorLayer(str(i), a, g) for i, (a, g) in enumerate([(28, 16), (145, 32), (33, 64), (65, 10)]))
 
@@ -28,6 +32,10 @@ def linear(startup, rate, members=4, **compute):
 def times(steps):
     order = tuple(range(len(steps)))
     return LayerTimes(tuple(steps), tuple(steps), (0.0,) * len(steps), (0.0,) * len(steps), order, order[::-1])
+
+
+def made(layers, costs, times, fusion):
+    return make_plan(layers, 4, costs, times, maker=lambda plan, *known: fused(plan, [fusion], *known))
 
 
 def finish(groups, sizes, steps, cost):
@@ -61,32 +69,33 @@ def test_fusion_is_the_optimum_of_all_groupings(layers, startup, rate):
     sizes = [layer.packed(0) for layer in shapes]
     cost = lambda n: startup + rate * 4 * n  # noqa: E731
     best = min(finish(groups, sizes, steps, cost) for groups in all_groupings(len(layers)))
-    exact = one_direction("optimal", shapes, 0, 4, costs, known)
+    exact = made(shapes, costs, known, optimal).a_buckets
     assert finish(exact, sizes, steps, cost) == pytest.approx(best, rel=1e-12)
-    published = one_direction("spd", shapes, 0, 4, costs, known)
+    published = make_plan(shapes, 4, costs, known, maker=spd).a_buckets
     assert finish(published, sizes, steps, cost) >= best * (1 - 1e-12)
     assert published == tuple(map(tuple, greedy_mgwfbp(sizes, steps, cost).groups))
     ends = {}
-    for planner in ("optimal", "spd", "layer", "one", "fixed:0.001MB"):
-        a, g = fused(planner, shapes, 4, costs, known)
-        assert [i for bucket in a for i in bucket] == list(range(len(layers)))  # every layer once, in order
-        assert [i for bucket in g for i in bucket] == list(range(len(layers)))[::-1]
-        ends[planner] = end_seconds(a, g, shapes, 4, costs, known)
-    assert ends["optimal"] <= min(ends["layer"], ends["one"])
+    plans = {limit: made(shapes, costs, known, up_to(limit)) for limit in (0, 1000, math.inf)}
+    plans |= {maker: make_plan(shapes, 4, costs, known, maker=maker) for maker in (by_cost, spd)}
+    for name, plan in plans.items():
+        assert [i for bucket in plan.a_buckets for i in bucket] == list(range(len(layers)))  # all once, in order
+        assert [i for bucket in plan.g_buckets for i in bucket] == list(range(len(layers)))[::-1]
+        ends[name] = end_seconds(plan, costs, known)
+    assert ends[by_cost] <= min(ends[0], ends[math.inf])
 
 
 def test_fusion_at_the_extremes():
     steps = times([1e-3] * 4)
-    free = one_direction("optimal", LAYERS, 0, 4, linear(0.0, 1e-9), steps)
+    free = made(LAYERS, linear(0.0, 1e-9), steps, optimal).a_buckets
     sizes = [layer.packed(0) for layer in LAYERS]
     cost = lambda n: 4e-9 * n  # noqa: E731
     assert finish(free, sizes, [1e-3] * 4, cost) == finish([[0], [1], [2], [3]], sizes, [1e-3] * 4, cost)
-    dear = make_plan(LAYERS, 4, Variant("spd", "optimal", "all"), linear(10.0, 1e-9), steps)
+    dear = make_plan(LAYERS, 4, linear(10.0, 1e-9), steps)
     assert (len(dear.a_buckets), len(dear.g_buckets)) == (1, 1)
     mixed = [FactorLayer("a", 4, 4), FactorLayer("b", 4, 4, 8), FactorLayer("c", 4, 4, 8)]
-    for planner in ("one", "spd", "optimal", "fixed:25MB"):
-        plan = make_plan(mixed, 4, Variant("spd", planner, "all"), linear(10.0, 1e-9))
-        assert plan.a_buckets == ((0,), (1, 2)), planner
+    for schedule in ("dkfac", "spd-published", "spd", "kaisa:1"):
+        plan = make_plan(mixed, 4, linear(10.0, 1e-9), maker=named(schedule))
+        assert plan.a_buckets == ((0,), (1, 2)), schedule
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 3), st.integers(0, 60))
@@ -108,27 +117,24 @@ def test_placement_by_threshold_against_brute_force(dims, workers, threshold):
 
 def test_what_is_cheaper_to_invert_is_inverted_by_all():
     inverse = Table(((1, 1e-6), (1000, 1e-3)))  # about a microsecond for each of a side
-    variant = Variant("spd", "one", "cost", inverse_comm="broadcast")
     for sending, all_ in ((1e9, True), (0.0, False)):
-        plan = make_plan(LAYERS, 4, variant, linear(sending, 0.0, inverse=inverse))
+        plan = make_plan(LAYERS, 4, linear(sending, 0.0, inverse=inverse))
         assert all((owner < 0) == all_ for owner in plan.owners)
     costs = linear(60e-6, 0.0, inverse=inverse)
-    plan = make_plan(LAYERS, 4, variant, costs)
+    plan = make_plan(LAYERS, 4, costs)
     sent = {plan.dim(i) for i, owner in enumerate(plan.owners) if owner >= 0}
     kept = {plan.dim(i) for i, owner in enumerate(plan.owners) if owner < 0}
     assert sent == set() or max(kept, default=0) < min(sent)
-    for rule in ("all", "none", "threshold:64"):
-        other = make_plan(LAYERS, 4, Variant("spd", "one", rule), costs)
-        assert (
-            sum(inversion_cost(costs, plan)) <= sum(inversion_cost(costs, other)) + 1e-12
-            or other.transport != "broadcast"
-        )
+    for threshold, transport in itertools.product((0, 64, 1000), TRANSPORTS):
+        other = make_plan(LAYERS, 4, costs, maker=partial(ruled, threshold=threshold, transport=transport))
+        assert sum(inversion_cost(costs, plan)) <= sum(inversion_cost(costs, other)) + 1e-12
 
 
 @pytest.mark.parametrize("schedule", ["mpd", "spd", "kaisa:1/2", "kaisa:1/4", "dp", "dkfac"])
-@pytest.mark.parametrize("transport", ["broadcast", "owner_fused", "allgather"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_inverse_is_sent_once(schedule, transport):
-    plan = make_plan(LAYERS, 4, Variant(schedule, "one", "threshold:33", "d3", transport), linear(1e-5, 1e-9))
+    rules = {"schedule": schedule, "transport": transport, "threshold": 33 if schedule == "spd" else None}
+    plan = make_plan(LAYERS, 4, linear(1e-5, 1e-9), maker=partial(ruled, **rules))
     sent = sorted(i for group in range(4 // plan.workers) for message in plan.messages(group) for i in message.items)
     owned = [i for i, owner in enumerate(plan.owners) if owner >= 0]
     assert sent == (owned if plan.workers > 1 else [])
@@ -156,7 +162,7 @@ def test_predictions_are_sums_that_can_be_checked():
     compute = profile.forward_seconds + sum(profile.backward_seconds)
     found = {}
     for schedule in ("dkfac", "mpd", "spd", "dp"):
-        plan = make_plan(layers, 4, Variant(schedule), costs, known)
+        plan = make_plan(layers, 4, costs, known, maker=named(schedule))
         found[schedule] = p = predict(plan, profile, costs)
         assert p.passes_seconds == pytest.approx(compute)
         statistics = sum(known.a_factor) + sum(known.g_factor)
@@ -170,7 +176,7 @@ def test_predictions_are_sums_that_can_be_checked():
         <= found["mpd"].invert_seconds + found["mpd"].send_seconds
     )
     assert (found["dp"].send_seconds, found["dp"].factor_wait_seconds) == (0, 0)
-    alone = predict(make_plan(layers, 1, Variant(), Costs({})), profile, costs)
+    alone = predict(make_plan(layers, 1, Costs({})), profile, costs)
     assert alone.factor_wait_seconds == alone.send_seconds == alone.factor_bytes == 0
     assert alone.gradient_seconds == pytest.approx(0, abs=1e-12)
 
@@ -191,9 +197,12 @@ def test_times_of_a_profile_add_up():
 
 def test_fractions_and_plans_that_do_not_fit():
     with pytest.raises(ValueError, match="kaisa:1/6, kaisa:2/6, kaisa:3/6, kaisa:1"):
-        make_plan(LAYERS, 6, Variant("kaisa:0.25"), linear(1e-5, 1e-9, 6))
-    assert Variant("kaisa:0.5").workers(6) == Variant("kaisa:1/2").workers(6) == 3
-    plan = make_plan(LAYERS, 4, Variant("dkfac"), linear(0, 0))
+        make_plan(LAYERS, 6, linear(1e-5, 1e-9, 6), maker=kaisa("0.25"))
+    for half in ("0.5", "1/2"):
+        assert make_plan(LAYERS, 6, linear(1e-5, 1e-9, 6), maker=kaisa(half)).workers == 3
+    with pytest.raises(LookupError, match="hold no exchange"):
+        make_plan(LAYERS, 4, Costs({}))
+    plan = make_plan(LAYERS, 4, Costs({}), maker=dkfac)  # asks for no price
     with pytest.raises(ValueError, match=r"world_size: 4 in the plan, 2 here; method: 'inverse' in the plan, 'eigen'"):
         plan.check(LAYERS, 2, method="eigen")
     with pytest.raises(ValueError, match="layers"):

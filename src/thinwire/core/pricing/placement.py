@@ -62,20 +62,16 @@ def place(costs: Sequence[float], workers: int, communicate_seconds: Sequence[fl
     return Placement(tuple(owner), replicated + max(load for load, _ in loads))
 
 
-def place_threshold(
-    dims: Sequence[int], workers: int, threshold: int = 1400, weights: Sequence[float] | None = None
-) -> Placement:
+def place_threshold(dims: Sequence[int], workers: int, threshold: int = 1400) -> Placement:
     """Place like the code of SPD-KFAC (arXiv 2107.06533): every worker inverts all matrices of sides below a threshold.
 
-    Others go to one worker each, longest first; 1400 in their commits of January 2021, 1024 in their present code.
-    ``weights``: cost of each, for "longest" and "least loaded"; None: the side, as published.
+    Others go to one worker each, longest side first; 1400 in their commits of January 2021, 1024 in their present code.
     """
     if threshold < 0:
         raise ValueError(f"threshold={threshold} must be the side of a matrix, at least 0")
-    costs = [float(d) for d in dims] if weights is None else check_seconds(weights, len(dims), "weights")
     sent = [i for i, d in enumerate(dims) if d >= threshold]
-    found = place([costs[i] for i in sent], workers)
+    found = place([float(dims[i]) for i in sent], workers)
     owner = [-1] * len(dims)
     for i, worker in zip(sent, found.owner):
         owner[i] = worker
-    return Placement(tuple(owner), found.makespan + sum(cost for cost, w in zip(costs, owner) if w < 0))
+    return Placement(tuple(owner), found.makespan + sum(d for d, w in zip(dims, owner) if w < 0))

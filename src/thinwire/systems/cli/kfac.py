@@ -35,9 +35,9 @@ class KfacPlanVerb(KfacOptions, PlanOptions):
     Example: thinwire kfac plan resnet50 --workers 16 --link 10gbit
     """
 
-    schedules: str | None = option(None, "Such as dkfac,mpd,spd,kaisa:<fraction>,dp; by default all that fit.")
-    planner: str = option("optimal", "Fusion under spd: optimal, spd, fixed:<MiB>MB, layer, one.")
-    inverse_rule: str = option("cost", "What every rank inverts under spd: cost, threshold:<side>, all, none.")
+    schedules: str | None = option(
+        None, "Of dkfac, mpd, spd, spd-published, kaisa:<fraction>, dp; by default all that fit."
+    )
     explain: bool = option(False, "Also show the messages and owners of the fastest plan.")
     out: Path | None = option(None, "Write the fastest plan to this file, for Variant(plan=).", writes="file")
 
@@ -45,7 +45,8 @@ class KfacPlanVerb(KfacOptions, PlanOptions):
         from thinwire.systems.kfac.assignment import make_plan
         from thinwire.systems.kfac.predict import predict
         from thinwire.systems.kfac.prices import LayerTimes, layers_of
-        from thinwire.systems.kfac.variant import METHODS, Variant
+        from thinwire.systems.kfac.published import named
+        from thinwire.systems.kfac.variant import METHODS
         from thinwire.tools.cli.plan_inputs import read_question
 
         question = read_question(self)
@@ -58,8 +59,7 @@ class KfacPlanVerb(KfacOptions, PlanOptions):
         intervals = (self.factor_update_steps, self.inv_update_steps)
         found: list[tuple[KFACPlan, KFACPrediction]] = []
         for name in _schedules(self.schedules, world):
-            variant = Variant(name, self.planner, self.inverse_rule)
-            made = make_plan(layers, world, variant, prices, times, method=self.method)
+            made = make_plan(layers, world, prices, times, maker=named(name), method=self.method)
             found.append((made, predict(made, profile, prices)))
         found.sort(key=lambda pair: pair[1].step_seconds(*intervals))
         title = f"{profile.name}, {len(layers)} layers, {world} ranks, {question.describe_network()}"

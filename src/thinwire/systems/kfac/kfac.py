@@ -54,7 +54,7 @@ class KFAC:
             different optimizers.
         skip_layers: names of layers to leave to the optimizer, with ``*`` and ``?``.
         optimizer: needed if there is no sync.
-        variant: the options of published variants, a pinned plan, and what else few need.
+        variant: the schedule or a pinned plan, and what else few need.
 
     Raises:
         ValueError: an option, a layer or a plan is invalid or does not match; the message names it.
@@ -102,8 +102,9 @@ class KFAC:
         self._device = self._layers[0].weight.device
         self._ranks = sync if sync is not None and sync.services.topology.world_size > 1 else None  # None: one process
         shapes = tuple(layer.shape for layer in self._layers)
-        first, self._costs = first_plan(self._ranks, shapes, variant, method, self._device, self._facts())
-        self._again = variant.plan is None and variant.prices_factors  # a plan from measured times is still to be made
+        first, costs = first_plan(self._ranks, shapes, variant, method, self._device, self._facts())
+        # kept until the plan is made once more, from measured times; KAISA's messages depend on none
+        self._costs = costs if first.workers == first.world_size else None
         rank = self._ranks.services.rank if self._ranks is not None else 0
         self._state = State(rank, first.topology)
         self._inverses = Inverses(first, self._state, rank)
@@ -230,9 +231,9 @@ class KFAC:
         self._count, self._stepped = self._count + 1, self.passes
         self._capture.close()
         self._take_in()
-        if self._again and self._ranks is not None and self._capture.measured:
-            self._again = False
-            self._adopt(second_plan(self.plan, self._ranks, self._variant, self._costs, self._capture))
+        if self._costs is not None and self._ranks is not None and self._capture.measured:
+            costs, self._costs = self._costs, None
+            self._adopt(second_plan(self.plan, self._ranks, self._variant, costs, self._capture))
         damping = self._damping(index) if callable(self._damping) else self._damping
         damping = check_number(f"damping({index})", damping, above=0)
         if not self._blank and index >= self._next:
@@ -373,8 +374,8 @@ class KFAC:
     def _follow(self, saved: KFACPlan) -> None:
         """Keep a saved plan's messages if the number of ranks is the same: sums of other messages round differently."""
         same = replace(self.plan, a_buckets=saved.a_buckets, g_buckets=saved.g_buckets)
-        if self._again and self._ranks is not None and same == saved:
-            self._again = False
+        if self._costs is not None and same == saved:
+            self._costs = None
             self._adopt(same)
 
     def close(self) -> None:

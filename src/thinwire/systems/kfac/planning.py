@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,14 +74,22 @@ def first_plan(
     method: str,
     device: torch.device,
     facts: Mapping[str, Any],
-) -> tuple[KFACPlan, Costs]:
-    """Return the pinned plan, or one made from costs, measured if needed; and these. Agree on it and on ``facts``."""
+) -> tuple[KFACPlan, Costs | None]:
+    """Return the pinned plan, or a made one and the costs that its maker asked for. Agree on it and on ``facts``."""
     world = ranks.services.topology.world_size if ranks is not None else 1
-    plan, costs = variant.plan, variant.costs or Costs({})
-    if plan is None:
-        if ranks is not None and variant.costs is None and (variant.prices_factors or variant.prices_inverses):
-            costs = measured_costs(ranks, shapes, method)
-        plan = make_plan(shapes, world, variant, costs, method=method)
+    plan, costs = variant.plan, None
+    if not isinstance(plan, KFACPlan):
+        made = partial(make_plan, shapes, world, maker=variant.maker, method=method)
+        try:
+            plan = made(Costs({}))
+        except LookupError:  # it asks for prices
+            costs = variant.costs
+            if costs is None:
+                if ranks is None:
+                    raise
+                costs = measured_costs(ranks, shapes, method)
+            plan = made(costs)
+        plan = replace(plan, wire_dtype=variant.wire_dtype)
     if device.type == "cuda":  # two NCCL communicators must be used in one order on all ranks
         plan = replace(plan, overlap=False)
     plan.check(shapes, world, method=method)
@@ -92,7 +101,7 @@ def first_plan(
 def second_plan(plan: KFACPlan, ranks: GradientSync, variant: Variant, costs: Costs, capture: Capture) -> KFACPlan:
     """Plan once more, from the times of the second round: other messages, the same owners."""
     times = agreed_times(ranks, capture, len(plan.layers))
-    made = make_plan(plan.layers, plan.world_size, variant, costs, times, method=plan.method)
+    made = make_plan(plan.layers, plan.world_size, costs, times, maker=variant.maker, method=plan.method)
     if ranks.services.rank == 0:
         words = "thinwire: K-FAC: A in %d messages, G in %d, from measured times"
         logger.info(words, len(made.a_buckets), len(made.g_buckets))

@@ -1,46 +1,32 @@
-"""What of K-FAC few change: which published variant it follows, how its messages are planned; options that change."""
+"""What of K-FAC few change: whose plan it follows, its statistics; and options that change while it trains."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, TypeVar
 
 from thinwire.core.checks import check_choice, check_count, check_number
 from thinwire.core.pricing.costs import Costs
-from thinwire.systems.kfac.plan import TRANSPORTS, KFACPlan
+from thinwire.systems.kfac.assignment import PlanMaker
+from thinwire.systems.kfac.plan import KFACPlan
+from thinwire.systems.kfac.published import named
 
 Damping = float | Callable[[int], float]
 Interval = int | Callable[[int], int]
 Number = TypeVar("Number", int, float)
 METHODS = ("inverse", "inverse_pi", "eigen")
-_COMMS = ("auto", *TRANSPORTS)
-_WORDS = {
-    "schedule": (r"dkfac|mpd|spd|dp|kaisa:(1(\.0*)?|0?\.\d+|1/[1-9]\d*)", "dkfac, mpd, spd, kaisa:<fraction>, dp"),
-    "planner": (r"optimal|spd|layer|one|fixed:\d+(\.\d+)?MB", "optimal, spd, fixed:<MiB>MB, layer, one"),
-    "inverse_rule": (r"cost|all|none|threshold:\d+", "cost, threshold:<side>, all, none"),
-    "inverse_weight": ("cost|d|d2|d3", "cost, d, d2, d3"),
-    "inverse_comm": ("|".join(_COMMS), ", ".join(_COMMS)),
-    "wire_dtype": ("fp32|bf16", "fp32, bf16"),
-    "fisher": ("empirical|sampled", "empirical, sampled"),
-    "scaling": ("reference|authors|kaisa", "reference, authors, kaisa"),
-}  # option -> its pattern, its values in words
 
 
 @dataclass(frozen=True)
 class Variant:
-    """The options of :class:`~thinwire.kfac.KFAC` that reproduce published variants, or that few need.
+    """The options of :class:`~thinwire.kfac.KFAC` that few need.
 
-    The published SPD-KFAC is ``Variant(planner="spd", inverse_rule="threshold:1400", inverse_weight="d",
-    inverse_comm="broadcast", scaling="authors", warm_start="identity")``.
+    The published SPD-KFAC is ``Variant("spd-published", scaling="authors", warm_start="identity")``.
 
     Attributes:
-        schedule: "spd", "dkfac", "mpd", "kaisa:<fraction>" or "dp", see :mod:`thinwire.kfac.schedules`.
-        planner: how "spd" fuses statistics: "optimal", "spd" (the published rule), "fixed:<MiB>MB", "layer", "one".
-        inverse_rule: what every rank inverts for itself: "cost", "threshold:<side>" (as published), "all", "none".
-        inverse_weight: how owners are balanced: by "cost", or by the factor's side: "d", "d2", "d3".
-        inverse_comm: "broadcast", "owner_fused" or "allgather"; "auto": the cheapest.
+        schedule: whose plans, by name: "spd" (what is cheapest), or one of :mod:`thinwire.kfac.published`: "dkfac",
+            "mpd", "spd-published", "kaisa:<fraction>", "dp".
         wire_dtype: of the statistics that are sent, "fp32" (as they are) or "bf16".
         factor_decay: weight of the old factor in the running average, or "warmup".
         fisher: "empirical": gradients of the loss; "sampled": of targets sampled from the model, see
@@ -51,7 +37,7 @@ class Variant:
         warm_start: "identity" begins with A = G = I, as published; None: begins with the first statistics.
         max_dim: layers with a larger factor are left to the optimizer.
         auto_step: ``step`` is called before the optimizers' steps; False: you call it.
-        plan: a pinned plan; None: one is made from ``costs``, and once more from measured times.
+        plan: a pinned plan, or what makes one from ``costs``, and once more from measured times; None: the schedule's.
         costs: as from ``thinwire probe`` and ``thinwire kfac calibrate``; None: measured, in some seconds, if the plan
             needs them.
         scaler: the ``GradScaler`` in use; None: the one that ``attach`` was given.
@@ -61,10 +47,6 @@ class Variant:
     """
 
     schedule: str = "spd"
-    planner: str = "optimal"
-    inverse_rule: str = "cost"
-    inverse_weight: str = "cost"
-    inverse_comm: str = "auto"
     wire_dtype: str = "fp32"
     factor_decay: float | str = 0.95
     fisher: str = "empirical"
@@ -73,15 +55,25 @@ class Variant:
     warm_start: str | None = None
     max_dim: int = 8192
     auto_step: bool = True
-    plan: KFACPlan | None = None
+    plan: KFACPlan | PlanMaker | None = None
     costs: Costs | None = None
     scaler: Any = None
+    planner: InitVar[str | None] = None  # until 0.3: these four together were the name of "spd-published"
+    inverse_rule: InitVar[str | None] = None
+    inverse_weight: InitVar[str | None] = None
+    inverse_comm: InitVar[str | None] = None
 
-    def __post_init__(self) -> None:
-        for name, (pattern, words) in _WORDS.items():
-            value = getattr(self, name)
-            if not (isinstance(value, str) and re.fullmatch(pattern, value)):
-                raise ValueError(f"{name}={value!r} is unknown; use one of {words}")
+    def __post_init__(self, *rules: str | None) -> None:
+        if rules == ("spd", "threshold:1400", "d", "broadcast"):
+            object.__setattr__(self, "schedule", "spd-published")
+        elif any(rules):
+            raise ValueError(
+                "planner=, inverse_rule=, inverse_weight= and inverse_comm= are gone: use schedule= or plan="
+            )
+        named(self.schedule)
+        check_choice("wire_dtype", self.wire_dtype, ("fp32", "bf16"))
+        check_choice("fisher", self.fisher, ("empirical", "sampled"))
+        check_choice("scaling", self.scaling, ("reference", "authors", "kaisa"))
         if self.factor_decay != "warmup":
             if isinstance(self.factor_decay, str):
                 raise ValueError(f"factor_decay={self.factor_decay!r} must be a number from 0 to 1, or 'warmup'")
@@ -91,33 +83,14 @@ class Variant:
         check_count("max_dim", self.max_dim)
 
     @property
+    def maker(self) -> PlanMaker:
+        """What makes plans, unless one is pinned."""
+        return named(self.schedule) if self.plan is None or isinstance(self.plan, KFACPlan) else self.plan
+
+    @property
     def positions(self) -> str:
         """``tokens`` as set, otherwise as usual with the scaling."""
         return self.tokens or ("reduce" if self.scaling == "authors" else "expand")
-
-    def workers(self, world: int) -> int:
-        """Return the number of ranks that precondition each layer."""
-        if self.schedule == "dp":
-            return 1
-        if not self.schedule.startswith("kaisa:"):
-            return world
-        above, _, below = self.schedule.removeprefix("kaisa:").partition("/")
-        workers = world * float(above) / float(below or 1)
-        if workers < 1 or abs(workers - round(workers)) > 1e-6 or world % round(workers):
-            valid = ", ".join(
-                f"kaisa:{w}/{world}" if w < world else "kaisa:1" for w in range(1, world + 1) if world % w == 0
-            )
-            raise ValueError(f"schedule={self.schedule!r} does not divide {world} ranks into equal groups; use {valid}")
-        return round(workers)
-
-    @property
-    def prices_factors(self) -> bool:
-        return self.schedule == "spd" and self.planner in ("optimal", "spd")
-
-    @property
-    def prices_inverses(self) -> bool:
-        choosing = self.schedule == "spd" and "cost" in (self.inverse_rule, self.inverse_weight)
-        return choosing or (self.schedule not in ("dkfac", "mpd", "dp") and self.inverse_comm == "auto")
 
 
 def stepped(first: Number, factor: float, at: Sequence[int]) -> Callable[[int], Number]:

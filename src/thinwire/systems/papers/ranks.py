@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,18 +23,19 @@ from thinwire.core.events import tell_event
 from thinwire.systems import federated as fl
 from thinwire.systems.federated.aggregator import cross_entropy
 from thinwire.systems.federated.builtin import digits
-from thinwire.systems.kfac import KFAC, Variant
+from thinwire.systems.kfac import KFAC, Variant, published
+from thinwire.systems.kfac.assignment import by_cost
 from thinwire.systems.kfac.planning import measured_costs
 from thinwire.systems.optim import LARS
 from thinwire.tools.bench.models.digits import images, network
 from thinwire.tools.bench.models.registry import build_model
 
 SCHEDULES = {
-    "D-KFAC": Variant("dkfac"),
-    "MPD-KFAC": Variant("mpd"),
-    "SPD-KFAC": Variant("spd", "spd", "threshold:1400", "d", "broadcast"),
-    "our rules": Variant("spd"),
-    "KAISA, one half": Variant("kaisa:1/2"),
+    "D-KFAC": published.dkfac,
+    "MPD-KFAC": published.mpd,
+    "SPD-KFAC": published.spd,
+    "our rules": by_cost,
+    "KAISA, one half": published.kaisa("1/2"),
 }
 """SPD-KFAC as published, and by what is cheapest."""
 
@@ -44,12 +44,12 @@ def kfac(model: str, rounds: str, steps: int = 4, warmup: int = 4) -> None:
     """Time steps of all schedules in turns, with new statistics and inverses on every step; tells their medians."""
     costs, seconds = None, {row: list[float]() for row in SCHEDULES}
     for turn in range(int(rounds)):
-        for row, variant in SCHEDULES.items():
+        for row, plan in SCHEDULES.items():
             work, rank = build_model(model), dist.get_rank()
             optimizer = torch.optim.SGD(work.model.parameters(), 0.01, momentum=0.9)
             with tw.attach(work.model, optimizer) as sync:
                 second = KFAC(work.model, sync, damping=0.03, factor_update_steps=1, inv_update_steps=1,
-                              variant=replace(variant, costs=costs))  # fmt: skip
+                              variant=Variant(plan=plan, costs=costs))  # fmt: skip
                 costs = costs or measured_costs(sync, second.plan.layers, "inverse")
                 for step in range(warmup + steps):
                     if step == warmup:  # the messages have been planned again

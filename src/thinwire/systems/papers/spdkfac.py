@@ -44,7 +44,8 @@ def simulated() -> Iterator[Shown]:
         profile = profile.scaled(passes / (profile.forward_seconds + sum(profile.backward_seconds)))
         layers = layers_of(profile)
         times = LayerTimes.of_profile(profile, layers)
-        found = {row: predict(make_plan(layers, 64, v, costs, times), profile, costs) for row, v in SCHEDULES.items()}
+        plans = {row: make_plan(layers, 64, costs, times, maker=maker) for row, maker in SCHEDULES.items()}
+        found = {row: predict(plan, profile, costs) for row, plan in plans.items()}
         for row, seconds in said.items():
             ours = found[row].step_seconds(), found[row].invert_seconds, found[row].send_seconds
             for part, published, value in zip(("a step", "inverting", "sending inverses"), seconds, ours):
