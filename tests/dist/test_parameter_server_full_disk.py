@@ -9,7 +9,7 @@ import torch
 from parameter_cluster import Cluster, flat, gradient_of, model, sgd, started
 
 from spawned import free_port
-from thinwire.systems.cli.ps import PsNodeVerb
+from thinwire.systems.cli.ps_machines import PsNodeVerb
 from thinwire.systems.parameter_server import Journal, Layout, Service, replay
 from thinwire.systems.parameter_server import checkpoint as checkpoints
 from thinwire.systems.parameter_server.presets import bsp, inhad

@@ -27,10 +27,6 @@ def test_a_public_class_name_is_given_once():
     assert {name for name, count in counts.items() if count > 1} <= NAMED_TWICE | PARAMETER_SERVER
 
 
-WORK = "thinwire.systems.cli.ps_work"
-"""What verbs run, imported late since it brings torch: it takes the verbs' records, whose types it names."""
-
-
 def test_no_two_modules_import_each_other_even_by_a_detour_or_for_a_type():
     files = {".".join(("thinwire", *p.relative_to(PACKAGE).with_suffix("").parts)): p for p in PACKAGE.rglob("*.py")}
     files = {name.removesuffix(".__init__"): path for name, path in files.items()}
@@ -42,7 +38,6 @@ def test_no_two_modules_import_each_other_even_by_a_detour_or_for_a_type():
         }
         imports[name] = found & set(files) - {name}
     imports["thinwire"].clear()  # names for users, each imported when it is asked for
-    imports[WORK].discard("thinwire.systems.cli.ps")
     assert sum(map(len, imports.values())) > 1000
     graphlib.TopologicalSorter(imports).prepare()  # raises CycleError, with the circle
 

@@ -1,94 +1,35 @@
-"""``thinwire ps``: asynchronous training with a parameter server."""
+"""``thinwire ps``: asynchronous training with a parameter server; here in the lab, in virtual time, and repeated."""
 
 from __future__ import annotations
 
 import math
 import os
+import random
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from thinwire.core.events import LastWords, event_in, tell_event
 from thinwire.core.words import counted
+from thinwire.systems.cli.ps_machines import (
+    PORT,
+    PsNodeVerb,
+    PsServerVerb,
+    PsShardVerb,
+    RulesOptions,
+    TrainingOptions,
+    last_words,
+)
+from thinwire.tools import lab
 from thinwire.tools.cli.console import Output, RunFailed, watched_load
-from thinwire.tools.cli.options import JsonOption, KeysOption, LinkOptions, PlotOption
+from thinwire.tools.cli.options import JsonOption, LinkOptions, PlotOption
 from thinwire.tools.cli.verb import argument, option
 
 if TYPE_CHECKING:
-    from thinwire.systems.link.hello import Trust
-    from thinwire.tools.lab import Cluster
+    from thinwire.systems.parameter_server import Status
+    from thinwire.tools.pictures import Picture
 
-PORT = 29400
-
-
-class TrustOptions(KeysOption):
-    """What shows that this process may take part."""
-
-    secret_file: Path | None = option(
-        None, "File with this training's secret, the same on all machines; by default THINWIRE_SECRET_FILE."
-    )
-
-    @property
-    def trust(self) -> Trust:
-        return self.trusted()
-
-    def trusted(self, insecure: bool = False) -> Trust:
-        from thinwire.systems.link.hello import find_trust, read_secret
-
-        return find_trust(None if self.secret_file is None else read_secret(self.secret_file), self.keys, insecure)
-
-
-class ListenOptions(TrustOptions):
-    """Where this process listens, who may connect, and where its checkpoints are."""
-
-    host: str = option("127.0.0.1", "Address to listen on; one that other machines can reach needs keys or a secret.")
-    insecure: bool = option(False, "Without keys or a secret: admit anyone who reaches the port.")
-    checkpoint_dir: Path | None = option(
-        None,
-        "Directory for checkpoints, from which it continues; of a shard, needed if the server has one.",
-        writes="folder",
-    )
-
-    @property
-    def listening(self) -> dict[str, Any]:
-        return {"trust": self.trusted(self.insecure), **self.part(["host", "port", "checkpoint_dir"])}
-
-
-class RulesOptions(JsonOption):
-    """By which rules, and on how many nodes and shards, a model is trained."""
-
-    settings: str = option(
-        "inhad",
-        "inhad, bsp, asp, ssp, n_softsync, fedbuff, async_local_sgd, delayed_nesterov, diloco; options as in "
-        "inhad:max_staleness=2:update_every=nodes.",
-    )
-    nodes: int = option(4, "Nodes, each with a leader.", least=1)
-    shards: int = option(
-        0, "Shards (`ps shard`), each with a slice of the weights and its own link; 0: the server has all.", least=0
-    )
-
-
-class ModelOptions(JsonOption):
-    model: str = option("chargpt", "chargpt, mlp, digits, ... or module:function; options as in mlp:width=512.")
-    seed: int = option(0, "Seed of the initial weights.")
-
-
-class TrainingOptions(RulesOptions, ModelOptions):
-    """A model, its optimizer, and when its training ends."""
-
-    outer: str = option("auto", "The server's optimizer, such as sgd:lr=0.1:momentum=0.9.")
-    updates: int | None = option(None, "Stop after this many updates.", above=0)
-    gradients: int | None = option(None, "Stop after this many applied gradients.", above=0)
-    journal: Path | None = option(None, "File for the log of updates, for `ps replay`.", writes="file")
-
-    def check(self) -> None:
-        """Refuse impossible words before any output or process."""
-        if all(end is None for end in self.part(["updates", "gradients", "seconds"]).values()):
-            raise ValueError("say when to end: give --updates or --gradients")
-        from thinwire.systems.cli.ps_work import read_outer, read_settings
-        from thinwire.tools.bench.models.registry import check_model
-
-        check_model(self.model)
-        read_settings(self)
-        read_outer(self.outer)
+_AWAY_SECONDS = 1.0  # between a node's death and its return
 
 
 class FleetOptions(RulesOptions):
@@ -119,79 +60,6 @@ class FleetOptions(RulesOptions):
         return found
 
 
-class PsServerVerb(ListenOptions, TrainingOptions):
-    """Serve a model until it has seen a number of updates or gradients, with a live table of its nodes.
-
-    Example: thinwire ps server --model mlp --nodes 2 --updates 100
-    """
-
-    port: int = option(PORT, "Port to which nodes and shards connect.")
-    nodes: int = option(1, "Nodes to wait for before sending the first weights.", least=1)
-    checkpoint_every: int = option(100, "Updates between checkpoints.")
-
-    def run(self, output: Output) -> Any:
-        self.check()
-        from thinwire.systems.cli.ps_work import live, make_service
-
-        with live(f"building {self.model}", output.console.quiet) as (bar, show):
-            service = make_service(
-                self, **self.listening, checkpoint_every=self.checkpoint_every,
-                on_status=lambda status: show(status.to_dict()),
-            )  # fmt: skip
-            where = f"{self.host}:{service.port}"
-            bar.log(f"serving {self.model} at {where}; nodes to wait for: {self.nodes}, shards: {self.shards}")
-            status = service.run().to_dict()
-        output.line(_last_words(status))
-        output.failure = service.saves.unsaved or ""
-        return status
-
-
-class PsShardVerb(ListenOptions, JsonOption):
-    """Hold a slice of the weights for a server; it waits until the server starts, or starts again.
-
-    Example: thinwire ps shard 127.0.0.1:29400 --index 0
-    """
-
-    server: str = argument(..., "host:port of the server, started with --shards.")
-    index: int = option(..., "Number of the slice of the weights, from 0.", least=0)
-    outer: str | None = option(None, "The optimizer; by default the server's --outer, which it publishes.")
-    port: int = option(0, "Port at which nodes reach this shard; 0: a free one.")
-
-    def run(self, output: Output) -> Any:
-        from thinwire.systems.cli.ps_work import run_shard
-
-        version = run_shard(self)
-        output.line(f"shard {self.index}: training ended at version {version}")
-        return {"index": self.index, "version": version}
-
-
-class PsNodeVerb(TrustOptions, ModelOptions):
-    """Work for a server: run this node's leader and its workers; workers that die are restarted.
-
-    Example: thinwire ps node --server 127.0.0.1:29400 --model mlp
-    """
-
-    server: str = option(..., "host:port of the server.")
-    node: int | None = option(None, "Number of this node; by default derived from the host's name.", least=0)
-    workers: int = option(1, "Workers on this node, one process each.", least=1)
-    slowdown: float = option(1.0, "Emulate: each step takes this many times longer.", least=1, most=1e6)
-    pace: float = option(0.0, "Emulate: minimum seconds per step, times slowdown.", least=0, most=1e6)
-
-    def run(self, output: Output) -> Any:
-        from thinwire.systems.cli.ps_work import run_node
-
-        result = run_node(self)
-        output.line(f"node {result['node']}: {result['end']}")
-        return result
-
-    def on_rank(self, *words: str) -> None:
-        """Be a worker, in its own process."""
-        from thinwire.systems.cli.ps_work import make_worker
-
-        leader, number = words
-        make_worker(self, leader, int(number)).run()
-
-
 class PsRunVerb(LinkOptions, FleetOptions, TrainingOptions, PlotOption):
     """Run a server and its nodes in the lab, over emulated links, with slow nodes and kills.
 
@@ -212,7 +80,7 @@ class PsRunVerb(LinkOptions, FleetOptions, TrainingOptions, PlotOption):
     timeout: float = option(3600.0, "Seconds after which the whole run is stopped.")
 
     @property
-    def cluster(self) -> Cluster:
+    def cluster(self) -> lab.Cluster:
         return self.linked(1 + self.shards + self.nodes)
 
     @property
@@ -236,14 +104,12 @@ class PsRunVerb(LinkOptions, FleetOptions, TrainingOptions, PlotOption):
 
     def run(self, output: Output) -> Any:
         self.check()
-        from thinwire.systems.cli.ps_work import lab_picture, run_lab
-
         with watched_load(1 + self.shards + self.nodes * self.workers) as load:
             result = run_lab(self, output.console.quiet)
         losses = result["losses"]
         if self.plot is not None and not losses:
             raise RunFailed(f"{self.plot} was not drawn: {self.model} has no held-out loss")
-        output.line(_last_words(result["status"]))
+        output.line(last_words(result["status"]))
         if losses:
             output.line(f"held-out loss {losses[0][2]:.3f} -> {losses[-1][2]:.3f} in {losses[-1][0]:.0f} s")
             result["picture"] = lab_picture(self, result)
@@ -252,7 +118,6 @@ class PsRunVerb(LinkOptions, FleetOptions, TrainingOptions, PlotOption):
 
     def on_rank(self, *words: str) -> None:
         """Be one process of the lab: rank 0 serves, then come the shards; the others are nodes."""
-        from thinwire.systems.cli.ps_work import serve_in_lab
         from thinwire.systems.link.hello import is_loopback
 
         rank, address = int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
@@ -290,7 +155,7 @@ class PsSimulateVerb(FleetOptions):
     seed: int = option(0, "Seed of all random draws.")
 
     def run(self, output: Output) -> Any:
-        from thinwire.systems.cli.ps_work import predict, prediction_table
+        from thinwire.systems.cli.ps_work import prediction_table
 
         rows = predict(self)
         output.say(prediction_table(rows))
@@ -314,14 +179,134 @@ class PsReplayVerb(JsonOption):
         return result
 
 
-def _last_words(status: dict[str, Any]) -> str:
-    loss = status.get("loss")
-    text = (
-        f"version {status['version']}, {status['gradients']} gradients in {status['seconds']:.1f} s, mean staleness "
-        f"{status['mean_staleness']:.2f}, max {status['max_staleness']}, "
-        f"{(status['up_bytes'] + status['down_bytes']) / 1e6:.1f} MB"
-    )
-    return text + (f", training loss {loss:.3f}" if loss is not None else "")
+def predict(asked: PsSimulateVerb) -> list[dict[str, Any]]:
+    """Return rows for the setting, ASP, synchronous SGD through the server, and a hierarchical all-reduce."""
+    from thinwire.systems.cli.ps_work import read_settings
+    from thinwire.systems.parameter_server import Link, simulate
+    from thinwire.systems.parameter_server.synchronous import hierarchical_seconds, synchronous_step_seconds
+
+    nodes, workers, slower = asked.nodes, asked.workers, asked.slower
+    bits, latency = lab.parse_rate(asked.link), lab.parse_delay(asked.delay)
+    payload, wire = int(4e6 * asked.parameters), Link(latency, bits)
+
+    def step_seconds(node: int, worker: int, number: int, rng: random.Random) -> float:
+        return asked.step * slower.get(node, 1.0) * rng.lognormvariate(0.0, asked.spread)
+
+    rows: list[tuple[Any, ...]] = []
+    for text in dict.fromkeys([asked.settings, "asp", "bsp"]):
+        chosen = read_settings(text, nodes)
+        trace = simulate(
+            chosen, step_seconds=step_seconds, link=wire, server_link=wire, payload_bytes=payload,
+            **asked.part(["nodes", "workers", "seconds", "seed", "shards"]),
+        )  # fmt: skip
+        ages = trace.staleness()
+        batches = trace.gradients * chosen.local_update.steps
+        mean = sum(age * n for age, n in ages.items()) / max(1, sum(ages.values()))
+        traffic = (trace.bytes_up + trace.bytes_down) / max(1, batches)
+        speed = batches / trace.seconds, len(trace.updates) / trace.seconds
+        rows.append((text, *speed, mean, max(ages, default=0), traffic))
+    exchange = hierarchical_seconds(payload, nodes, bits, latency)
+    period = synchronous_step_seconds(step_seconds, nodes, workers, exchange, seed=asked.seed)
+    traffic = 2 * payload * (nodes - 1) / (nodes * workers)  # of all cards, for a ring over nodes after a sum in each
+    rows.append(("hierarchical all-reduce", nodes * workers / period, 1 / period, 0.0, 0, traffic))
+    rates = "gradients_per_second", "updates_per_second"
+    names = "scheme", *rates, "mean_staleness", "max_staleness", "bytes_per_gradient"
+    return [dict(zip(names, row)) for row in rows]
+
+
+def run_lab(spec: PsRunVerb, quiet: bool) -> dict[str, Any]:
+    """Run it, with the server's table, or a line from time to time, on stderr."""
+    from thinwire.systems.cli.ps_work import live
+
+    first = 1 + spec.shards  # the rank of node 0
+    cluster = spec.cluster
+    result: dict[str, Any] = {"status": None, "losses": [], "happened": []}
+    with live(f"starting {spec}", quiet) as (bar, show):
+
+        def on_event(rank: int, event: dict[str, Any]) -> None:
+            if rank != 0:
+                return
+            if "begun" in event:
+                bar.log("first update: seconds count from here")
+            elif "loss_at" in event:
+                seconds, gradients, value = event["loss_at"]
+                result["losses"].append(event["loss_at"])
+                bar.log(f"{seconds:.0f} s: held-out loss {value:.3f} after {gradients} gradients")
+            elif "weights" in event:
+                result["weights"] = event["weights"]
+            else:
+                result["status"] = event
+                show(event)
+
+        def on_fault(what: lab.Happening) -> None:
+            node = what.rank - first
+            result["happened"].append([what.seconds, node, what.what])
+            bar.log(f"{what.seconds:.0f} s: node {node} was {what.what}")
+
+        words = LastWords(on_event)
+        command = spec.rank_command()
+        launched = lab.run(
+            cluster, command, on_line=words, timeout_seconds=spec.timeout, grace_seconds=10.0,
+            faults=[lab.RankFault("kill", first + node, at, _AWAY_SECONDS) for node, at in spec.kills],
+            faults_begin=lambda rank, text: rank == 0 and "begun" in (event_in(text)[0] or {}), on_fault=on_fault,
+        )  # fmt: skip
+    if launched.exit_codes[0] or result["status"] is None or launched.exit_code == 124:
+        raise RunFailed(words.after(f"the server ended with exit code {launched.exit_code}"))
+    result["note"] = launched.note
+    result["node_bytes"] = {"sent": launched.sent_bytes, "received": launched.received_bytes}
+    return result
+
+
+def lab_picture(spec: PsRunVerb, result: dict[str, Any]) -> Picture:
+    """Draw the held-out loss against seconds since the first update, with slow nodes and events marked."""
+    from thinwire.tools.pictures import Mark, Panel, Picture, Series
+
+    seconds, _, losses = zip(*result["losses"])
+    slow = "".join(f", node {node} is {factor:g} times slower" for node, factor in spec.slower.items())
+    panel = Panel(
+        "seconds", "loss on held-out data", (Series(spec.settings, tuple(seconds), tuple(losses)),),
+        tuple(Mark(at, f"node {node} dies") for at, node, what in result["happened"] if what == "killed"),
+    )  # fmt: skip
+    return Picture(f"{spec.model}, {counted(spec.nodes, 'node')}, link {spec.cluster.wire}{slow}", (panel,))
+
+
+def serve_in_lab(spec: PsRunVerb, host: str, port: int) -> None:
+    from thinwire.systems.cli.ps_work import build, weights_hash
+    from thinwire.systems.link.hello import find_trust
+    from thinwire.systems.parameter_server import Layout
+
+    workload = build(spec.model, spec.seed)
+    layout = Layout.of(workload.model)
+    began: list[float] = []
+
+    def held_out(seconds: float, gradients: int) -> None:
+        if (value := workload.held_out_loss()) is not None:
+            tell_event({"loss_at": [seconds, gradients, value]})
+
+    def on_update(version: int, theta: Any) -> None:
+        now = time.monotonic()
+        if not began:
+            tell_event({"begun": True})
+            held_out(0.0, 0)
+            began.append(now)
+            return
+        layout.write(theta, workload.model)
+        service.buffers.write(workload.model)
+        held_out(now - began[0], service.machine.counters["applied"])
+
+    def on_status(status: Status) -> None:
+        tell_event(status.to_dict())
+        if spec.seconds is not None and began and time.monotonic() - began[0] > spec.seconds:
+            service.stop()
+
+    service = spec.service(
+        port=port, host=host, trust=find_trust(keys=spec.keys_of("server")), on_update=on_update,
+        on_update_every=spec.evaluate_every, on_status=on_status,
+    )  # fmt: skip
+    status = service.run()
+    seconds = time.monotonic() - began[0] if began else 0.0
+    tell_event({"weights": weights_hash(layout.flat(service.model))})
+    tell_event({**status.to_dict(), "training_seconds": seconds})
 
 
 VERBS = (PsServerVerb, PsShardVerb, PsNodeVerb, PsRunVerb, PsSimulateVerb, PsReplayVerb)
