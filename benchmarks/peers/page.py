@@ -16,7 +16,7 @@ from typing import Any
 import store
 from catalogue import TOLLS, TRIED
 
-from thinwire.core.words import megabytes, seconds
+from thinwire.core.words import duration, megabytes
 from thinwire.tools.bench.race_losses import StepsFactor, StepTimes, TimeToLoss, time_to_loss
 from thinwire.tools.bench.rows import COMPUTE, TORCH_ROWS
 
@@ -140,9 +140,9 @@ def details(results: Run) -> str:
     for cell in cells(results):
         runs = of_cell(results, cell)
         compute = [row["step_seconds"] for run in runs for row in run["rows"] if row["kind"] == COMPUTE]
-        alone = f"{seconds(min(compute))} to {seconds(max(compute))}"
+        alone = f"{duration(min(compute))} to {duration(max(compute))}"
         lines = [f"### {named(cell)}", ""]
-        lines.append(f"A step without any exchange: {alone}. Floor of an exact method: {seconds(_floor(runs))}.")
+        lines.append(f"A step without any exchange: {alone}. Floor of an exact method: {duration(_floor(runs))}.")
         lines += ["", "| row | step | x | MB per step | steps made | to the loss | x | last loss |"]
         lines.append("|---|---:|---:|---:|---:|---:|---:|---:|")
         for number, run in enumerate(runs, 1):
@@ -162,7 +162,7 @@ def _detail(row: Row, more: str) -> str:
         return f"| {name} | failed: {row['error']} | | | {row['steps']} | | | |"
     reached = "not reached" if row["target_seconds"] is None else f"{row['target_seconds']:.1f} s"
     figures = [
-        seconds(row["step_seconds"]),
+        duration(row["step_seconds"]),
         _step(row),
         megabytes(row["bytes_per_step"]),
         str(row["steps"]),

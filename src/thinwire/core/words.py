@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 
-def duration(seconds: float) -> str:
-    """Return seconds in words.
+def duration(seconds: float | None) -> str:
+    """Return seconds in words, of a message, a step or a whole run.
 
     Example:
-        >>> duration(2.5), duration(0.0312), duration(4.2e-5)
-        ('2.5 s', '31.2 ms', '42 us')
+        >>> [duration(seconds) for seconds in (4.2e-5, 0.0031, 0.0553, 1.2, 12.34, 310.0, 9000.0, None)]
+        ['42 us', '3.1 ms', '55 ms', '1.20 s', '12.3 s', '310 s', '2.5 h', '-']
     """
-    for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds * 1e6:.3g} us"
+    if seconds is None:
+        return "-"
+    size = abs(seconds)
+    if 0 < size < 9.5e-4:
+        return f"{seconds * 1e6:.3g} us"
+    if size < 0.9995:
+        return f"{seconds * 1e3:.1f} ms" if size < 0.01 else f"{seconds * 1e3:.0f} ms"
+    if size >= 6000:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds:.0f} s" if size >= 99.5 else f"{seconds:.1f} s" if size >= 10 else f"{seconds:.2f} s"
 
 
 def milliseconds(seconds: float) -> str:
@@ -72,22 +78,6 @@ def rate(bytes_per_second: float) -> str:
         if bits >= unit:
             return f"{bits / unit:.3g} {name}"
     return f"{bits / 1e3:.3g} kbit/s"
-
-
-def seconds(value: float | None) -> str:
-    """Format the seconds of a step: ``1.20 s``, ``55 ms``, ``3.1 ms``."""
-    if value is None:
-        return "-"
-    if abs(value) >= 0.9995:
-        return f"{value:.2f} s"
-    return f"{value * 1e3:.1f} ms" if abs(value) < 0.01 else f"{value * 1e3:.0f} ms"
-
-
-def run_seconds(value: float) -> str:
-    """Format the duration of a training run: ``2.5 h``, ``310 s``, ``12.3 s``."""
-    if value >= 6000:
-        return f"{value / 3600:.1f} h"
-    return f"{value:.0f} s" if value >= 99.5 else f"{value:.1f} s" if value >= 10 else seconds(value)
 
 
 def megabytes(count: float | None) -> str:

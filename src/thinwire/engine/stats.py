@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thinwire.core.tcp_info import Wire
-from thinwire.core.words import counted, run_seconds, seconds, volume
+from thinwire.core.words import counted, duration, volume
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class Stats:
         said = [f"{count} {what}" for what, count in lost.items() if count]
         times = self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
         more = f", {times:.3g} times as much" if times != 1 else ""
-        each = f", {seconds(self.exposed_seconds / self.steps)} a step" if self.steps else ""
+        each = f", {duration(self.exposed_seconds / self.steps)} a step" if self.steps else ""
         facts = [
             ("method:", self.method),
             *(("", fact) for text in (self.note, *self.why) if text for fact in text.split("; ")),
             ("steps:", ", ".join([f"{self.steps} on {counted(self.world_size, 'rank')}", *said])),
             ("sent:", f"{volume(self.bytes_sent)} by rank {self.rank}"),
             *([("exact:", volume(self.dense_bytes) + more)] if self.dense_bytes else ()),
-            ("waited:", f"{run_seconds(self.exposed_seconds)} for communication{each}"),
+            ("waited:", f"{duration(self.exposed_seconds)} for communication{each}"),
             ("wire:", str(self.wire) if self.wire else "no round trip of milliseconds"),
         ]
         return "\n".join(

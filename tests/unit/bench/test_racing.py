@@ -10,7 +10,7 @@ import statistics
 import pytest
 
 from thinwire.core.methods.cast import Cast
-from thinwire.core.words import run_seconds
+from thinwire.core.words import duration
 from thinwire.predict.choose.worth import MeasuredWorth, read_worth
 from thinwire.predict.timeline.local_steps import Periodic
 from thinwire.tools.bench import race, race_losses
@@ -144,7 +144,7 @@ def test_what_the_workers_are_worth_beside_one_alone(raced, alone, needs, said):
     assert rows["alone"].worth == 1.0
     data = race_data(found)["race"]
     assert data["winner"] == "powersgd rank=4"
-    after = f"reaches a loss of {found.target:.3f} after {run_seconds(rows['powersgd rank=4'].seconds)}"
+    after = f"reaches a loss of {found.target:.3f} after {duration(rows['powersgd rank=4'].seconds)}"
     assert data["sentences"][0] == said.format(after=after, are="2 workers are worth")
     assert data["next"].startswith("sync = tw.attach" if needs == 7.0 else "train on one machine")
     assert {row["label"]: row["worth"] for row in data["rows"]} == {row.label: row.worth for row in found.rows}
@@ -289,7 +289,7 @@ def test_a_race_without_time_to_train_answers_with_the_steps_that_it_timed(raced
     assert {row.label: row.step_seconds for row in found.rows} == pytest.approx(slow)
     assert [row.seconds for row in found.rows] == [None] * len(slow)
     said = sentences(found)
-    assert said[0] == "powersgd rank=4 has the shortest step: 6.00 s, DDP's takes 30.00 s"
+    assert said[0] == "powersgd rank=4 has the shortest step: 6.00 s, DDP's takes 30.0 s"
     assert f"--minutes {found.needed} or more are needed to train" in said[2]
     data = json.loads(json.dumps(race_data(found), allow_nan=False))
     assert data["race"]["next"] == f"the same command with --minutes {found.needed}"

@@ -87,12 +87,12 @@ def test_what_the_texts_say(tmp_path):
     for said in (
         "Of 4 clusters: ssgd in 2, acp rank=4 in 1, topk density=0.01 in 1. At most they are worth 16.0×",
         "A small model; 1.0 M parameters, 4.0 MB of gradients; 2 workers; link 10mbit.",
-        "Shortest step: thinwire acp, 2 s, 2.00× as fast as ddp.",
-        "floor of exact methods at 10mbit: 3.5 s",
+        "Shortest step: thinwire acp, 2.00 s, 2.00× as fast as ddp.",
+        "floor of exact methods at 10mbit: 3.50 s",
         "predicted at 10mbit, a lower bound",
         "link not emulated",
         "acp rank=4 is fastest",
-        "ddp 4.000 after 3 steps and 12 s",
+        "ddp 4.000 after 3 steps and 12.0 s",
         "Where: in network namespaces.",
     ):
         assert said in read.text, said

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.core.checks import check_choice
 from thinwire.core.records import plain
-from thinwire.core.words import run_seconds
+from thinwire.core.words import duration, in_milliseconds
 from thinwire.tools.cli.console import Output, plain_table, progress, read_record, watched_load
 from thinwire.tools.cli.measure import CostsOptions
 from thinwire.tools.cli.options import JsonOption, PlanOptions, PlotOption, ThreadsOption
@@ -147,7 +147,7 @@ class KfacTuneVerb(KfacOptions, ThreadsOption, PlotOption):
         with watched_load(self.threads) as load:
             with progress("the first steps"):
                 longest = tuning.seconds_at_most()
-            output.say(f"{len(tuning.grid)} runs of {self.steps} steps: at most about {run_seconds(longest)}")
+            output.say(f"{len(tuning.grid)} runs of {self.steps} steps: at most about {duration(longest)}")
             with progress("", len(tuning.grid) * self.steps) as bar:
                 for damping, rate in tuning.grid:
                     bar(description=f"SGD, rate {rate:g}" if damping is None else f"damping {damping:g}, rate {rate:g}")
@@ -181,7 +181,7 @@ def _table(
     without = found[0][1].passes_seconds + found[0][1].gradient_seconds
     caption = (
         f"A+G: messages of statistics. by all: factors that every rank inverts. each: preconditioning, on every step. "
-        f"Last two: the mean step at these intervals; without K-FAC {_ms(without)} ms."
+        f"Last two: the mean step at these intervals; without K-FAC {in_milliseconds(without)} ms."
     )
     table = plain_table(f"{title}; ms", columns, close=True, caption=caption)
     for plan_, p in found:
@@ -192,13 +192,9 @@ def _table(
             plan_.schedule,
             f"{len(plan_.a_buckets)}+{len(plan_.g_buckets)}",
             f"{sum(owner < 0 for owner in plan_.owners)}/{len(plan_.owners)}",
-            *map(_ms, (*parts, *steps)),
+            *map(in_milliseconds, (*parts, *steps)),
         )
     return table
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
 
 
 def _explained(plan_: KFACPlan) -> Table:

@@ -12,7 +12,7 @@ from statistics import stdev
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from thinwire.core.checks import check_choice, check_count, check_number
-from thinwire.core.words import counted, run_seconds
+from thinwire.core.words import counted, duration
 from thinwire.tools.cli.console import Output, Watched, note, plain_table, progress, watched_load
 from thinwire.tools.cli.options import JsonOption, KeysOption, PlotOption
 from thinwire.tools.cli.verb import argument, option
@@ -147,7 +147,7 @@ class SplitPlanVerb(FineTuningOptions):
         output.say(plan_table(rows, f"{found.describe}; {self.links}"))
         steps, step = recipe.steps(len(found.train)), rows[name_of(chosen)].step_seconds
         if step is not None:
-            output.say(f"{steps} steps in {self.epochs} epochs: about {run_seconds(steps * step)} on this link")
+            output.say(f"{steps} steps in {self.epochs} epochs: about {duration(steps * step)} on this link")
         if self.out is not None:
             about = {"name": self.task, "pretrained": Path(self.model).is_dir()}
             about |= self.part(["model", "length", "lines", "seed"])  # so that the edge reads the same task

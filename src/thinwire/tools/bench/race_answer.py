@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from thinwire.core.words import counted, run_seconds, times
-from thinwire.core.words import seconds as short
+from thinwire.core.words import counted, duration, times
 from thinwire.engine.local.settings import local_settings
 from thinwire.predict.choose.rank import PAYS, TIE, as_soon, overlap, simplest
 from thinwire.tools.bench.race import RaceResult
@@ -46,9 +45,9 @@ def sentences(found: RaceResult) -> tuple[str, str, str]:
     """Say who is first and what all workers are worth then, what that costs in steps, and how certain it is."""
     rows = {row.label: row for row in found.rows}
     if found.needed:
-        shortest, step = without_alone(found.rows)[0], short(rows[BASE].step_seconds)
+        shortest, step = without_alone(found.rows)[0], duration(rows[BASE].step_seconds)
         return (
-            f"{shortest.label} has the shortest step: {short(shortest.step_seconds)}, DDP's takes {step}",
+            f"{shortest.label} has the shortest step: {duration(shortest.step_seconds)}, DDP's takes {step}",
             "how many steps each method needs is not known: the minutes were over before any was trained",
             f"not sure: --minutes {found.needed} or more are needed to train; the steps timed now are known then",
         )
@@ -61,9 +60,9 @@ def sentences(found: RaceResult) -> tuple[str, str, str]:
     if found.budget.steps < LONG:
         sure += "; short runs: over thousands of steps the order may be another one (more --minutes, or --steps 2000)"
     at, machines = f"a loss of {found.target:.3f}", counted(found.asked.workers, "worker")
-    after, worth = f"reaches {at} after {run_seconds(first.seconds)}", times(first.worth or 0.0)
+    after, worth = f"reaches {at} after {duration(first.seconds)}", times(first.worth or 0.0)
     beside = "" if first is ddp or ddp.worth is None else f" (DDP: {times(ddp.worth)})"
-    than = "" if first is ddp else f", {first.sooner:.1f} x faster than DDP ({run_seconds(ddp.seconds)})"
+    than = "" if first is ddp else f", {first.sooner:.1f} x faster than DDP ({duration(ddp.seconds)})"
     if first.worth is not None:
         than = f"; {machines} are worth {worth} of one alone{beside}"
     alone = ""
@@ -73,16 +72,17 @@ def sentences(found: RaceResult) -> tuple[str, str, str]:
     if first is ddp:
         said = "no other method reaches it"
         if rival is not None:
-            said = f"{rival.label} reaches it after {run_seconds(rival.seconds or 0.0)}, {rival.sooner:.2f} x"
+            said = f"{rival.label} reaches it after {duration(rival.seconds or 0.0)}, {rival.sooner:.2f} x"
         return (
             alone or f"DDP is enough here: it {after}, {said}{than}",
-            f"it costs no extra steps and no change: a step takes {short(ddp.step_seconds)}, "
+            f"it costs no extra steps and no change: a step takes {duration(ddp.step_seconds)}, "
             f"{ddp.over_compute:.2f} times its computing",
             sure,
         )
     return (
         alone or f"{first.label} is first: it {after}{than}",
-        f"{_cost(found, first, ddp)}; a step takes {short(first.step_seconds)} instead of {short(ddp.step_seconds)}",
+        f"{_cost(found, first, ddp)}; a step takes {duration(first.step_seconds)} instead of "
+        f"{duration(ddp.step_seconds)}",
         sure,
     )
 
@@ -120,7 +120,7 @@ def _sureness(found: RaceResult, first: TimeToLoss, ddp: TimeToLoss, rival: Time
         if overlap(rival, first):
             tied = as_soon(rival, first) or rival is without_alone(found.rows)[0]
             close = "as fast but less simple" if tied else "whose range overlaps with that"
-        said += f"; next is {rival.label}, {run_seconds(rival.seconds or 0.0)}, {close}"
+        said += f"; next is {rival.label}, {duration(rival.seconds or 0.0)}, {close}"
     return f"{said}; {trained}" + (f", {_seeds(first)}" if first.label in found.raced else "")
 
 
@@ -129,7 +129,7 @@ def _seeds(row: TimeToLoss) -> str:
 
 
 def _span(row: TimeToLoss) -> str:
-    low, high = ("never" if end is None else run_seconds(end) for end in (row.least_seconds, row.most_seconds))
+    low, high = ("never" if end is None else duration(end) for end in (row.least_seconds, row.most_seconds))
     return low if low == high else f"{low} to {high}"
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from thinwire.core.program import Method
 from thinwire.core.records import Record
-from thinwire.core.words import counted, megabytes, seconds, times
+from thinwire.core.words import counted, duration, megabytes, times
 from thinwire.predict.choose.worth import shipped
 from thinwire.predict.timeline.local_steps import OneWorker, Periodic
 from thinwire.tools.bench.rows import COMPUTE, priced
@@ -246,8 +246,7 @@ def bench_table(result: BenchResult) -> RenderableType:
     for name in ("step", "spread", "exposed", "MB/step", "loss", "worth", *(["predicted"] if predicted else [])):
         table.add_column(name, justify="right")
     for row in result.rows:
-        last = "-" if row.predicted_seconds is None else seconds(row.predicted_seconds)
-        table.add_row(*_cells(row), *([last] if predicted else []))
+        table.add_row(*_cells(row), *([duration(row.predicted_seconds)] if predicted else []))
     return Group(table, *(Text(line) for line in _notes(result)))
 
 
@@ -267,9 +266,9 @@ def _cells(row: RowSummary) -> list[str | Text]:
     source = {"interface": "", "stats": " (l)", "formula": " (f)"}.get(row.bytes_source, "")
     return [
         row.label,
-        seconds(row.step_seconds),
-        seconds(row.spread_seconds),
-        seconds(row.exposed_seconds),
+        duration(row.step_seconds),
+        duration(row.spread_seconds),
+        duration(row.exposed_seconds),
         megabytes(row.bytes_per_step) + (source if row.bytes_per_step is not None else ""),
         loss,
         worth,
@@ -279,8 +278,8 @@ def _cells(row: RowSummary) -> list[str | Text]:
 def _notes(result: BenchResult) -> list[str]:
     steps = {row.loss_steps for row in result.rows if row.loss is not None}
     notes = [
-        f"compute alone {seconds(result.compute_seconds)}, its forward {seconds(result.forward_seconds)}; "
-        f"floor of an exact method that ends with backward: {seconds(result.floor_seconds)}"
+        f"compute alone {duration(result.compute_seconds)}, its forward {duration(result.forward_seconds)}; "
+        f"floor of an exact method that ends with backward: {duration(result.floor_seconds)}"
         " = max(compute, forward + ring bytes / rate)",
         "step: until the last rank has ended it, median over steps; spread: interquartile; "
         "exposed: step - compute alone",
@@ -300,7 +299,7 @@ def _notes(result: BenchResult) -> list[str]:
     notes += [text for source, text in meaning.items() if source in sources]
     for row in result.rows:
         if row.variants:
-            notes.append("tried: " + ", ".join(f"{name} {seconds(s)}" for name, s in row.variants.items()))
+            notes.append("tried: " + ", ".join(f"{name} {duration(s)}" for name, s in row.variants.items()))
         if row.label.startswith("auto") and row.why:
             notes.append(f"{row.label}: {row.why[0].removeprefix('auto: ')}")
     if result.link and not result.emulated:

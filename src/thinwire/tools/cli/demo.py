@@ -28,7 +28,7 @@ class DemoVerb(JsonOption):
     out: Path = option(Path("thinwire-out"), "Folder for demo.png and demo.json.", writes="folder")
 
     def run(self, output: Output) -> Any:
-        from thinwire.core.words import seconds
+        from thinwire.core.words import duration
         from thinwire.tools import lab
         from thinwire.tools.bench.demo import conclusion, demo_spec, judge_demo
         from thinwire.tools.bench.summary import loss_picture
@@ -48,8 +48,8 @@ class DemoVerb(JsonOption):
         written = output.keep(self.out, "demo", data, loss_picture(result.curves, title, result.target))
         output.say(demo_table(result))
         output.say(
-            f"compute alone {seconds(result.bench.compute_seconds)} per step; floor of an exact method at {link}: "
-            f"{seconds(result.bench.floor_seconds)}"
+            f"compute alone {duration(result.bench.compute_seconds)} per step; floor of an exact method at {link}: "
+            f"{duration(result.bench.floor_seconds)}"
         )
         if not launched.emulated:
             output.say(
@@ -65,7 +65,7 @@ class DemoVerb(JsonOption):
 def demo_table(result: DemoResult) -> Table:
     from rich.text import Text
 
-    from thinwire.core.words import megabytes, seconds
+    from thinwire.core.words import duration, megabytes
 
     until = "" if result.target is None else f"; until a held-out loss of {result.target:.3f}"
     title = f"{result.bench.describe}; {result.bench.parameters / 1e6:.1f} M parameters{until}"
@@ -76,5 +76,5 @@ def demo_table(result: DemoResult) -> Table:
             continue
         reached = ["never" if x is None else f"{x:.1f}" for x in (row.steps, row.seconds)]
         step = row.step_seconds if row.predicted_seconds is None else row.predicted_seconds
-        table.add_row(row.label, seconds(step), megabytes(row.bytes_per_step), *reached)
+        table.add_row(row.label, duration(step), megabytes(row.bytes_per_step), *reached)
     return table

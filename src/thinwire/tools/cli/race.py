@@ -122,7 +122,7 @@ def basis(found: RaceResult) -> list[str]:
 
 
 def race_table(found: RaceResult) -> Table:
-    from thinwire.core.words import run_seconds, seconds, times
+    from thinwire.core.words import duration, times
     from thinwire.tools.bench.race_answer import steps_range, winner
 
     tuned = found.budget.search
@@ -137,7 +137,7 @@ def race_table(found: RaceResult) -> Table:
     for row in found.rows:
         raced, there = row.label in found.raced, row.seconds is not None
         name = " ".join([row.label.partition(" ")[0], *map(str, options[row.label].values())])
-        cells = [name, "" if row.step_seconds is None else seconds(row.step_seconds)]
+        cells = [name, "" if row.step_seconds is None else duration(row.step_seconds)]
         cells.append("" if row.over_compute is None else f"{row.over_compute:.2f}")
         if whole:
             way, ended = found.way(row.label), found.finals.get(row.label)
@@ -145,7 +145,7 @@ def race_table(found: RaceResult) -> Table:
         cells += ["" if row.steps is None else f"{row.steps:.2f}" if raced else "1"]
         cells += [steps_range(row) if raced else ""] if spread else []
         cells += [f"{row.rate:.3g}" if there else ""] if tuned else []
-        cells += ["" if row.seconds is None else run_seconds(row.seconds)]
+        cells += ["" if row.seconds is None else duration(row.seconds)]
         ratio = row.worth if held == "worth" else row.sooner
         cells += ["" if ratio is None else times(ratio)]
         table.add_row(*cells[: len(table.columns)], style="bold" if row is first else None)

@@ -133,16 +133,10 @@ def _table(bench: BenchResult, rows: Sequence[RowSummary]) -> tuple[tuple[str, .
     head = ["method", "step", "spread", "exposed", "sent", "loss", "worth"]
     lines = [tuple(head + ([f"predicted at {bench.link}"] if predicted else []))]
     for row in rows:
-        cells = [row.label, *(map(_time, (row.step_seconds, row.spread_seconds, row.exposed_seconds)))]
+        cells = [row.label, *(map(duration, (row.step_seconds, row.spread_seconds, row.exposed_seconds)))]
         cells += [volume(row.bytes_per_step), _decimal(row.loss), _decimal(row.worth)]
-        lines.append(tuple(cells + ([_time(row.predicted_seconds)] if predicted else [])))
+        lines.append(tuple(cells + ([duration(row.predicted_seconds)] if predicted else [])))
     return tuple(lines)
-
-
-def _time(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"-{duration(-value)}" if value < 0 else duration(value)
 
 
 def _decimal(value: float | None) -> str:
@@ -152,8 +146,8 @@ def _decimal(value: float | None) -> str:
 def _row_hover(row: RowSummary) -> str:
     return hover(
         row.label,
-        f"step {_time(row.step_seconds)}, spread {_time(row.spread_seconds)}",
-        f"exposed communication {_time(row.exposed_seconds)}",
+        f"step {duration(row.step_seconds)}, spread {duration(row.spread_seconds)}",
+        f"exposed communication {duration(row.exposed_seconds)}",
         f"{volume(row.bytes_per_step)} sent per step" if row.bytes_per_step is not None else "",
     )
 
