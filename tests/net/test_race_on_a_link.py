@@ -32,7 +32,7 @@ WORDS = ("race", "small_racer:build", "--link", "20mbit", "--minutes", "20", "--
 
 
 @pytest.fixture
-def here(any_mode, tmp_path, monkeypatch):
+def here(tmp_path, monkeypatch):
     (tmp_path / "small_racer.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -46,7 +46,7 @@ def race(*words):
 
 
 @pytest.mark.slow
-def test_what_sends_little_is_first_on_a_thin_link(here):
+def test_what_sends_little_is_first_on_a_thin_link(any_mode, here):
     pytest.importorskip("matplotlib")
     data, said = race("--methods", "ssgd,powersgd:rank=4")
     rows = {row["label"]: row for row in data["race"]["rows"]}
