@@ -23,9 +23,9 @@ import torch
 from machine import DEVICE, machine, shown
 
 from thinwire.core.kernels.orthogonal import orthogonalise_all
-from thinwire.core.kernels.quantise.blocks import decode_sum, encode
-from thinwire.core.kernels.quantise.means import decode_means, encode_means
-from thinwire.core.kernels.quantise.signs import pack_signs
+from thinwire.core.kernels.quantise.bins import encode_bins, pack_signs
+from thinwire.core.kernels.quantise.codes import decode_sum
+from thinwire.core.kernels.quantise.linear import encode
 from thinwire.core.kernels.select import ALGORITHMS, keep_count, top_k
 from thinwire.core.pricing.profiles import builtin
 from thinwire.systems.optim import LAMB, LARS
@@ -87,9 +87,10 @@ def codecs(n: int) -> Iterator[tuple[str, Callable[[], Any], float]]:
         yield f"decode {bits} bits of {RANKS}", partial(decode_sum, out, *many, bits, BLOCK), 4 * n + RANKS * sent
     for bits in (2, 1):
         sent = n * bits / 8 + 4 * n / BLOCK
-        both = [part.expand(2, *part.shape).contiguous() for part in encode_means(x, bits, BLOCK)]
-        yield f"means {bits} bits", partial(encode_means, x, bits, BLOCK), 4 * n + sent
-        yield f"decode means {bits} bits of 2", partial(decode_means, out, *both, bits, BLOCK), 4 * n + 2 * sent
+        codes, scales, values = (part.expand(2, *part.shape).contiguous() for part in encode_bins(x, bits, BLOCK))
+        decode = partial(decode_sum, out, codes, scales, bits, BLOCK, values=values)
+        yield f"means {bits} bits", partial(encode_bins, x, bits, BLOCK), 4 * n + sent
+        yield f"decode means {bits} bits of 2", decode, 4 * n + 2 * sent
     yield "signs", partial(pack_signs, x), 4 * n + n / 8
     if importlib.util.find_spec("bitsandbytes"):
         from bitsandbytes import functional as other

@@ -14,7 +14,9 @@ from triton.compiler import ASTSource
 
 from thinwire.core.kernels.orthogonal import TILE_PRODUCTS, round_kernel
 from thinwire.core.kernels.pairs import average_kernel, padded_keys_kernel, send_kernel, union_kernel
-from thinwire.core.kernels.quantise import blocks, means, signs, ternary
+from thinwire.core.kernels.quantise.bins import bins_kernel, means_kernel, sides_kernel
+from thinwire.core.kernels.quantise.codes import LARGEST_BLOCK, decode_kernel, tile_of
+from thinwire.core.kernels.quantise.linear import encode_kernel
 from thinwire.core.kernels.select.gaussian import fit_kernel
 from thinwire.core.kernels.select.mstopk import bisect_kernel
 from thinwire.core.kernels.select.ranked import (
@@ -79,9 +81,9 @@ CASES = [  # a kernel, and its parameters: types, or the numbers of its constant
 
 # --- quantisers
 _NAMES = {
-    "*fp32": "a x before out error scales tops means table own shared divisor",
+    "*fp32": "a x out scales limits tops means values divisor",
     "*fp64": "found",
-    "*u8": "codes made bits",
+    "*u8": "codes",
     "*i16": "noise",
     "*i32": "owner",
     "*i64": "tiles befores sizes",
@@ -96,33 +98,36 @@ def _quantiser(kernel, **given):
     return kernel, {**found, **given}
 
 
+_PACKED = {"limits": None, "tops": None}
+_LINEAR = {"values": None, "owner": None, "TAKE": False}
+_BINS = {"ZERO": 0, "owner": None}
+_SIGNS = {"BITS": 1, **tile_of(8)}
 CASES += [
     *(
-        _quantiser(kernel, BITS=bits, **blocks.tile_of(block), **given)
-        for bits, block in ((2, 256), (4, 256), (8, 256), (8, 16), (8, blocks.LARGEST_BLOCK))
+        _quantiser(kernel, BITS=bits, **tile_of(block), **given)
+        for bits, block in ((2, 256), (4, 256), (8, 256), (8, 16), (8, LARGEST_BLOCK))
         for kernel, given in (
-            (blocks.encode_kernel, {"noise": None, "L2": False, "LEAVE": True}),
-            (blocks.encode_kernel, {"L2": True, "LEAVE": False}),
-            (blocks.decode_kernel, {}),
-            (blocks.sum_encode_kernel, {}),
+            (encode_kernel, {**_PACKED, "noise": None, "L2": False, "LEAVE": True}),
+            (encode_kernel, {**_PACKED, "L2": True, "LEAVE": False}),
+            (decode_kernel, {**_LINEAR, "ZERO": 2 ** (bits - 1) - 1}),
         )
     ),
+    _quantiser(encode_kernel, codes="*i8", BITS=2, L2=False, LEAVE=False, **tile_of(512)),
+    _quantiser(decode_kernel, **_LINEAR, codes="*i8", BITS=8, ZERO=0, **tile_of(512)),
     *(
-        _quantiser(kernel, BITS=bits, **blocks.tile_of(block), **given)
-        for bits, block in ((1, 256), (2, 256), (2, 16), (2, blocks.LARGEST_BLOCK))
+        _quantiser(kernel, BITS=bits, **tile_of(block), **given)
+        for bits, block in ((1, 256), (2, 256), (2, 16), (2, LARGEST_BLOCK))
         for kernel, given in (
-            (means.bins_kernel, {"BOUND": 0.9957}),
-            (means.add_means_kernel, {"TAKE": True, "divisor": None}),
-            (means.add_means_kernel, {"TAKE": False}),
+            (bins_kernel, {"BOUND": 0.9957}),
+            (decode_kernel, {**_BINS, "TAKE": True, "divisor": None}),
+            (decode_kernel, {**_BINS, "TAKE": False}),
         )
     ),
-    *(_quantiser(means.means_kernel, BOUND=0.9957, BINS=bins, TURN=256) for bins in (2, 4)),
-    *(_quantiser(signs.pack_signs_kernel, LEVELS=levels, BYTES=256) for levels in (1, 2)),
-    *(_quantiser(signs.sum_signs_kernel, LEVELS=levels, MAJORITY=levels == 1, BYTES=256) for levels in (1, 2)),
-    *(_quantiser(signs.sign_means_kernel, found="*fp32", LEVELS=levels, TURN=128) for levels in (1, 2)),
-    _quantiser(signs.halves_kernel, found="*fp32", TILE=2048),
-    _quantiser(ternary.ternary_kernel, codes="*i8", WIDTH=512, **ternary.LAUNCH),
-    _quantiser(ternary.ternary_values_kernel, codes="*i8", WIDTH=512, **ternary.LAUNCH),
+    *(_quantiser(means_kernel, befores=None, BOUND=0.9957, BINS=bins, TURN=256) for bins in (2, 4)),
+    _quantiser(bins_kernel, **_SIGNS, scales=None, found=None, BOUND=1.0),
+    *(_quantiser(decode_kernel, **_SIGNS, scales=None, ZERO=0, TAKE=take) for take in (False, True)),
+    _quantiser(sides_kernel, TILE=2048),
+    _quantiser(means_kernel, BOUND=1.0, BINS=2, TURN=256),
 ]
 _ROUND = {"x": "*fp32", "chunks": "*i64", "before": "*fp64", "out": "*fp32", "after": "*fp64"}
 CASES += [

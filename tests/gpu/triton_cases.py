@@ -7,14 +7,14 @@ import torch
 from thinwire.core.kernels import pairs
 from thinwire.core.kernels.finite import all_finite, every_finite
 from thinwire.core.kernels.orthogonal import orthogonalise_all
-from thinwire.core.kernels.quantise.blocks import decode_sum, encode, sum_encode
-from thinwire.core.kernels.quantise.means import decode_means, encode_means
-from thinwire.core.kernels.quantise.signs import TILE, pack_signs, sign_means, sum_signs
-from thinwire.core.kernels.quantise.ternary import magnitudes, ternary, ternary_values
+from thinwire.core.kernels.quantise.bins import TILE, encode_bins, means_of_sides, pack_signs
+from thinwire.core.kernels.quantise.codes import decode_sum
+from thinwire.core.kernels.quantise.linear import encode
 from thinwire.core.kernels.seeding import noise
 from thinwire.core.kernels.symmetric import packed_times, unpacked
 from thinwire.core.kernels.tables import choose
 from thinwire.core.methods.rows import Rows
+from thinwire.core.methods.terngrad import magnitudes
 from thinwire.core.program import Slot
 from thinwire.systems.kfac.averages import renewed
 from thinwire.systems.optim.advance import Advance, advance, step
@@ -107,12 +107,18 @@ def normal(n, seed=0):
     return torch.randn(n, generator=seeded(seed))
 
 
+def _put(x, place):
+    if isinstance(x, tuple):
+        return tuple(_put(one, place) for one in x)
+    return x.to(place, copy=True) if isinstance(x, torch.Tensor) else x
+
+
 def both(function, device, *given, edits=(), **named):
     """What the twin makes of ``given`` on a CPU, and the kernels on ``device``; then what both leave there."""
     made = []
     for call, place in ((function.twin, CPU), (function.launch, device)):
-        own = [x.to(place, copy=True) if isinstance(x, torch.Tensor) else x for x in given]
-        more = {key: x.to(place, copy=True) if isinstance(x, torch.Tensor) else x for key, x in named.items()}
+        own = [_put(x, place) for x in given]
+        more = {key: _put(x, place) for key, x in named.items()}
         out = call(*own, **more)
         outs = out if isinstance(out, tuple) else () if out is None else (out,)
         made.append([x.cpu() for x in (*outs, *(own[i] for i in edits))])
@@ -153,40 +159,35 @@ def messages(device):
             chunks, size = 3, block * count
             made = []
             for place in (CPU, device):
-                encodes, sums, decodes = (
-                    (one.twin if place is CPU else one.launch) for one in (encode, sum_encode, decode_sum)
-                )
+                encodes, decodes = ((one.twin if place is CPU else one.launch) for one in (encode, decode_sum))
                 a = normal(chunks * size).to(place)
                 whole = torch.zeros(chunks, 16 + size * bits // 8, dtype=torch.uint8, device=place)
                 tops = torch.zeros(chunks, count + 3, device=place)
                 codes, scales = whole[:, 16:], tops[:, :count]
                 encodes(a, bits, block, leave_error=True, out=(codes, scales))
                 decoded = decodes(torch.empty(chunks * size, device=place), codes[None], scales[None], bits, block)
-                again = torch.zeros_like(codes[0]), torch.zeros_like(scales[0])
-                sums(codes, scales, bits, block, again, a[size : 2 * size])
-                made.append([x.cpu() for x in (a, whole, tops, decoded, *again)])
+                total = decodes(torch.empty(size, device=place), codes, scales, bits, block)
+                made.append([x.cpu() for x in (a, whole, tops, decoded, total)])
             for want, got in zip(*made):
                 assert torch.equal(want, got), (bits, block, (want != got).sum(), want.numel())
 
 
-def means(device):
+def bins(device):
     for bits in (1, 2):
         for count, block, parts in ((9, 16, 1), (70, 24, 2), (20, 256, 3), (300, 64, 2)):
             a = normal(count * block * parts)
             a[:block] = 0
-            found = both(encode_means, device, a, bits, block, parts, leave_error=True, edits=[0])
-            (want, got), *others = found
+            (want, got), *others = both(encode_bins, device, a, bits, block, parts)
             assert (want != got).sum() <= 1 + len(a) // 1000  # an element beside a bound: sums in another order
-            for one, other in others if torch.equal(want, got) else others[:2]:
+            for one, other in others if torch.equal(want, got) else others[:1]:
                 torch.testing.assert_close(one, other, atol=3e-6, rtol=3e-6)
-            rows = [
-                torch.stack(x) for x in zip(*(encode_means.twin(normal(len(a), i), bits, block, parts) for i in (1, 2)))
-            ]
-            same(decode_means, device, torch.empty(len(a)), *rows, bits, block)
-            same(decode_means, device, torch.empty(len(a)), *rows, bits, block, THREE)
+            rows = [encode_bins.twin(normal(len(a), i), bits, block, parts) for i in (1, 2)]
+            codes, scales, values = (torch.stack(x) for x in zip(*rows))
+            for options in ({}, {"divisor": THREE}, {"take": True}):
+                same(decode_sum, device, a, codes, scales, bits, block, values=values, **options, edits=[0])
         a = normal(256)
         a[70] = torch.nan
-        _, (_, scales), (_, found) = both(encode_means, device, a, bits, 64)
+        _, (_, scales), (_, found) = both(encode_bins, device, a, bits, 64)
         assert scales.isfinite().tolist() == [[True, False, True, True]]
         assert not found.isfinite().any()
 
@@ -195,23 +196,19 @@ def signs(device):
     for n in (1, 8, 1000, 5001):
         x = normal(n)
         x[::5] = 0
+        same(pack_signs, device, x)
         owner = torch.arange(-(-n // 8), dtype=torch.int32) // 7
-        for ties in (0xFF, 0b01010101):
-            same(pack_signs, device, x, ties)
-        for levels in (1, 2):
-            table = torch.rand(4, int(owner[-1]) + 1, levels, generator=seeded(n))
-            same(pack_signs, device, x, table=table[0], owner=owner, edits=[0])
-            bits = torch.stack([pack_signs.twin(normal(n, i)) for i in range(4)])
-            same(sum_signs, device, torch.empty(n), bits, table, owner, divisor=THREE)
-            same(sum_signs, device, torch.empty(n), bits, table.sign(), owner, majority=True)
+        values = torch.rand(4, int(owner[-1]) + 1, 2, generator=seeded(n))
+        bits = torch.stack([pack_signs.twin(normal(n, i)) for i in range(4)])
+        for options in ({}, {"divisor": THREE}, {"take": True}):
+            same(decode_sum, device, x, bits, None, 1, 8, values=values, owner=owner, **options, edits=[0])
 
 
-def means_of_signs(device):
+def sides(device):
     rows = Rows([Slot(str(n), (n,), None, torch.float32, CPU) for n in (5, 300_000, 2048, 1, 4097)], 8)
     a = normal(rows.count * 8)
-    for levels in (1, 2):
-        for want, got in both(sign_means, device, a, rows.cut(a), rows.sizes, rows.tiles(TILE), levels):
-            torch.testing.assert_close(want, got)
+    for want, got in both(means_of_sides, device, a, rows.cut(a), rows.sizes, rows.tiles(TILE)):
+        torch.testing.assert_close(want, got)
 
 
 def finite(device):
@@ -231,11 +228,11 @@ def finite(device):
 def ternaries(device):
     for rows, width in ((1, 10), (9, 512)):
         a, draw = normal(rows * width), noise(rows * width, "ternary", device=CPU)
-        owner = torch.arange(rows, dtype=torch.int32) // 2
-        own = torch.linspace(0, 2, int(owner[-1]) + 1)
-        same(ternary, device, a, own, own * 2, owner, draw)
-        codes = torch.randint(-9, 9, (rows * width,), dtype=torch.int8, generator=seeded(1))
-        same(ternary_values, device, torch.empty(rows * width), codes, own, owner, THREE)
+        limits = torch.linspace(0, 2, rows)
+        for want, got in both(encode, device, a, 2, width, noise=draw, shared=(limits, limits * 2)):
+            assert torch.equal(want, got)
+        codes = torch.randint(-9, 9, (1, rows * width), dtype=torch.int8, generator=seeded(1))
+        same(decode_sum, device, torch.empty(rows * width), codes, limits[None], 8, width, THREE)
 
 
 def conditioned(n, r, condition):
@@ -360,9 +357,9 @@ ALL = [
     merges,
     blocks,
     messages,
-    means,
+    bins,
     signs,
-    means_of_signs,
+    sides,
     finite,
     ternaries,
     bases,

@@ -16,46 +16,36 @@ from thinwire.core.kernels.pairs import (
     to_wire,
     unpack,
 )
-from thinwire.core.kernels.quantise.packing import pack_bits
-from thinwire.core.kernels.quantise.signs import pack_signs, sum_signs
+from thinwire.core.kernels.quantise.bins import pack_signs
+from thinwire.core.kernels.quantise.codes import decode_sum
 from thinwire.core.kernels.seeding import generator, normal, seed_of
 
 
-@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 63, 64, 65, 65536, 65537, 200_001])
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 63, 64, 65, 65536, 65537, 300_001])
 def test_bits_equal_numpy(n):
     x = torch.randn(n, generator=torch.Generator().manual_seed(n))
     bits = pack_signs(x)
     assert bits.dtype == torch.uint8
     assert np.array_equal(bits.numpy(), np.packbits((x >= 0).numpy(), bitorder="little"))
-    owner = torch.zeros(len(bits), dtype=torch.int32)
-    signs = sum_signs(torch.empty(n), bits[None], torch.ones(1, 1, 1), owner)
+    given = {"values": torch.tensor([[[-1.0, 1.0]]]), "owner": torch.zeros(len(bits), dtype=torch.int32)}
+    signs = decode_sum(torch.empty(n), bits[None], None, 1, 8, **given)
     assert torch.equal(signs, torch.where(x >= 0, 1.0, -1.0))
-    left = x.clone()
-    assert torch.equal(pack_signs(left, table=torch.ones(1, 1), owner=owner), bits)
-    assert torch.equal(left, x - signs)
+    assert torch.equal(decode_sum(x.clone(), bits[None], None, 1, 8, **given, take=True), x - signs)
 
 
-def test_bits_of_a_strided_or_shifted_mask():
-    mask = torch.rand(64, generator=torch.Generator().manual_seed(0)) > 0.5
-    for view in (mask[::2], mask[3:19], mask[8:24]):
-        assert np.array_equal(pack_bits(view).numpy(), np.packbits(view.numpy(), bitorder="little"))
-
-
-def test_zeros_take_the_bits_of_ties():
-    x = torch.tensor([0.0, -0.0, 1.0, -1.0] * 4)
-    assert pack_signs(x, 0b01010101).tolist() == [0b01010101, 0b01010101]  # ones at 2 and 6 are positive
-    assert pack_signs(x).tolist() == [0b01110111] * 2
+def test_zeros_of_both_signs_are_positive():
+    assert pack_signs(torch.tensor([0.0, -0.0, 1.0, -1.0] * 4)).tolist() == [0b01110111] * 2
 
 
 def test_signs_of_every_row_are_added():
     x = torch.randn(3, 100, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     bits = torch.stack([pack_signs(row) for row in x])
-    table = torch.tensor([[1.0, -4.0], [2.0, -5.0], [3.0, -6.0]], dtype=torch.float64)
-    owner, out = torch.zeros(13, dtype=torch.int32), torch.empty(100, dtype=torch.float64)
-    want = torch.where(x >= 0, table[:, :1], table[:, 1:]).sum(0)
-    assert torch.equal(sum_signs(out, bits, table[:, None], owner), want)
-    assert torch.equal(sum_signs(out, bits, table[:, None], owner, divisor=torch.tensor(4.0)), want / 4)
-    assert torch.equal(sum_signs(out, bits, table[:, None], owner, majority=True), want.sign())
+    sides = torch.tensor([[[-4.0, 1.0], [-7.0, 7.0]], [[-5.0, 2.0], [0.0, 9.0]], [[-6.0, 3.0], [-8.0, 0.5]]]).double()
+    owner, out = (torch.arange(13) >= 5).int(), torch.empty(100, dtype=torch.float64)
+    below, above = sides[:, owner.repeat_interleave(8)[:100].long()].unbind(-1)
+    want = torch.where(x >= 0, above, below).sum(0)
+    assert torch.equal(decode_sum(out, bits, None, 1, 8, values=sides, owner=owner), want)
+    assert torch.equal(decode_sum(out, bits, None, 1, 8, torch.tensor(4.0), values=sides, owner=owner), want / 4)
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,6 @@ def all_reduce(
     return (yield AllReduce(x))
 
 
-def split_message(messages: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Split messages [P, bytes] into ``count`` scales each, [P, count], and the codes after them, [P, bytes]."""
-    head = count * dtype.itemsize
-    return messages[:, :head].reshape(-1).view(dtype).view(-1, count), messages[:, head:]
-
-
 def poison(finite: Tensor, value: float, dtype: torch.dtype) -> Tensor:
     """Return ``value``, or NaN if the verdict is False, so that every scaler skips the step."""
     if finite.device.type == "meta":

@@ -20,16 +20,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
 from thinwire.core.checks import check_choice, check_count
-from thinwire.core.kernels.quantise.blocks import BITS, decode_sum, encode
-from thinwire.core.kernels.quantise.packing import packed_bytes
-from thinwire.core.methods.base import all_finite, check_fusion, poison, split_message
+from thinwire.core.kernels.quantise.codes import decode_sum
+from thinwire.core.kernels.quantise.linear import BITS, encode
+from thinwire.core.methods.base import check_fusion, poison
 from thinwire.core.methods.prices import AT_RANDOM, DECODE, DRAW, ENCODE, IN_PLACE, WRITE, Prices, elements
 from thinwire.core.methods.rows import Rows
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.program import AllGather, Bucket, Method, Program, State, Topology
+from thinwire.core.program import Bucket, Method, Program, State, Topology
 
 
 def check_block(block: Any) -> None:
@@ -87,10 +85,6 @@ class QSGD(Method):
             return
         a = rows.gradients()
         codes, scales = encode(a, self.bits, self.block, self.norm, rows.noise(self.seed, state))
-        everyone = yield AllGather(torch.cat([scales.view(torch.uint8), *rows.sent(codes)]))
-        scales, codes = split_message(everyone, rows.count, a.dtype)
-        finite = all_finite(scales)
-        state.verdict(finite)
-        codes = rows.spread(codes, packed_bytes(self.block, self.bits))
+        scales, codes, finite = yield from rows.gather(scales, codes, state)
         mean = poison(finite, state.size, a.dtype)
         rows.write(decode_sum(a, codes, scales, self.bits, self.block, mean))  # reused: fresh memory costs more

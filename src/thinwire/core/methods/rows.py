@@ -7,14 +7,15 @@ plan. The last row of a tensor is padded with zeros, which are not sent, unless 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.core.kernels.seeding import fill_noise, upload
-from thinwire.core.methods.base import accumulate_all
-from thinwire.core.program import Bucket, Slot, State, working_dtype
+from thinwire.core.methods.base import accumulate_all, all_finite
+from thinwire.core.program import AllGather, Bucket, Slot, State, working_dtype
 from thinwire.core.program.bucket import deliver
 
 _FEW = 0.01
@@ -77,11 +78,11 @@ class Rows:
 
     def sent(self, x: Tensor) -> list[Tensor]:
         """Return what is sent of the rows of ``x``, 1-D."""
-        return [x] if self._sends_padding else self.cut(x)
+        return [x] if self._sends_whole(x.numel() // self.count) else self.cut(x)
 
     def spread(self, x: Tensor, each: int) -> Tensor:
         """Undo ``sent`` for rows of ``each`` bytes: turn the concatenated parts into whole rows again, [.., bytes]."""
-        if self._sends_padding:
+        if self._sends_whole(each):
             return x
         own = [self._own(slot, each) for slot in self.slots]
         zeros = x.new_zeros((*x.shape[:-1], each))
@@ -89,6 +90,17 @@ class Rows:
         for part, rows in zip(x.split(own, -1), self._rows):
             parts += [part, zeros[..., : rows * each - part.shape[-1]]]
         return torch.cat(parts, -1)
+
+    def gather(self, scales: Tensor, codes: Tensor, state: State) -> Generator[Any, Tensor, tuple[Tensor, ...]]:
+        """All-gather scales and the rows' codes, 1-D, in one message; the scales say whether the step is finite.
+
+        Returns the ranks' scales and codes, ``[P, ...]`` and ``[P, bytes]``, and that verdict.
+        """
+        everyone = yield AllGather(torch.cat([scales.view(-1).view(torch.uint8), *self.sent(codes)]))
+        head = everyone[:, : scales.nbytes].reshape(-1).view(scales.dtype).view(-1, *scales.shape)
+        finite = all_finite(head)
+        state.verdict(finite)
+        return head, self.spread(everyone[:, scales.nbytes :], codes.numel() // self.count), finite
 
     def gradients(self) -> Tensor:
         """Return all gradients, [count * width], working dtype, unscaled: a new tensor."""
@@ -126,6 +138,9 @@ class Rows:
     def write(self, x: Tensor) -> None:
         scale = self.slots[0].scale
         deliver(self.slots, self._shaped(x if scale is None else x * scale))
+
+    def _sends_whole(self, each: int) -> bool:
+        return self._sends_padding or each == 1
 
     def _own(self, slot: Slot, each: int) -> int:
         return -(-slot.numel * each // self.width)

@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 
 from thinwire.core.checks import check_choice, check_flag
-from thinwire.core.kernels.quantise.signs import TILE, pack_signs, sign_means, sum_signs
-from thinwire.core.methods.base import all_finite, check_fusion, poison, split_message
+from thinwire.core.kernels.quantise.bins import TILE, means_of_sides, pack_signs
+from thinwire.core.kernels.quantise.codes import decode_sum
+from thinwire.core.methods.base import all_finite, check_fusion, poison
 from thinwire.core.methods.prices import ACCUMULATE, IN_PLACE, WRITE, Prices, elements
 from thinwire.core.methods.rows import Rows
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.program import AllGather, Bucket, Method, Program, State, Topology
+from thinwire.core.program import Bucket, Method, Program, State, Topology
 
 
 @dataclass(frozen=True)
@@ -89,31 +90,33 @@ class SignSGD(Method):
         if not rows.slots:
             return
         a = rows.accumulate(state) if self.error_feedback else rows.gradients()
-        table = self._table(a, rows)
+        table, majority = self._table(a, rows), self.vote == "majority"
+        bits = pack_signs(_without_zeros(a, state) if majority else a)
         if self.error_feedback:
-            bits = pack_signs(a, table=table, owner=rows.owner)
+            decode_sum(a, bits[None], None, 1, 8, values=_values(table[None]), owner=rows.owner, take=True)
             rows.stage(state, a)
-        else:
-            turn = 0b01010101 if (state.step + state.rank) % 2 else 0b10101010
-            bits = pack_signs(a, turn if self.vote == "majority" else 0xFF)
-        everyone = yield AllGather(torch.cat([table.view(-1).view(torch.uint8), bits]))
-        tables, bits = split_message(everyone, table.numel(), a.dtype)
-        finite = all_finite(tables)
-        state.verdict(finite)
-        majority = self.vote == "majority"
-        rows.write(
-            sum_signs(
-                torch.empty_like(a) if self.error_feedback else a,
-                bits,
-                tables.view(-1, *table.shape),
-                rows.owner,
-                majority=majority,
-                divisor=poison(finite, 1 if majority else state.size, a.dtype),
-            )
-        )
+        tables, bits, finite = yield from rows.gather(table, bits, state)
+        out = torch.empty_like(a) if self.error_feedback else a
+        share = poison(finite, 1 if majority else state.size, a.dtype)
+        decode_sum(out, bits, None, 1, 8, None if majority else share, values=_values(tables), owner=rows.owner)
+        rows.write(out.sign_().div_(share) if majority else out)
 
     def _table(self, a: Tensor, rows: Rows) -> Tensor:
-        """Return each tensor's decoded values, [T, levels]; NaN or inf if any element is."""
+        """Return each tensor's magnitude, [T, 1], or means above and below, [T, 2]; NaN or inf if any element is."""
         if self.vote == "majority":
             return poison(all_finite(a), 1.0, a.dtype).repeat(len(rows.slots), 1)
-        return sign_means(a, rows.cut(a), rows.sizes, rows.tiles(TILE), self.levels)
+        if self.levels == 2:
+            return means_of_sides(a, rows.cut(a), rows.sizes, rows.tiles(TILE)).flip(1)
+        return (torch.stack(torch._foreach_norm(rows.cut(a), 1)) / rows.sizes)[:, None]
+
+
+def _values(table: Tensor) -> Tensor:
+    """Return what bits stand for, ``[.., 2]``."""
+    return table.flip(-1) if table.shape[-1] == 2 else torch.cat([-table, table], -1)
+
+
+def _without_zeros(a: Tensor, state: State) -> Tensor:
+    """Put 1 where an element is zero and (index + step + rank) is odd, else -1."""
+    pairs, turn = a.view(-1, 2), a.new_full((2,), -1.0)
+    turn[(state.step + state.rank + 1) % 2] = 1.0
+    return torch.where(pairs == 0, turn, pairs).view(-1)

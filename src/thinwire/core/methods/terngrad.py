@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from thinwire.core.checks import check_count, check_number
-from thinwire.core.kernels.quantise.ternary import magnitudes, ternary, ternary_values
+from thinwire.core.kernels.quantise.codes import decode_sum
+from thinwire.core.kernels.quantise.linear import encode
 from thinwire.core.methods.base import all_finite, check_fusion, poison
 from thinwire.core.methods.prices import COPY, DRAW, IN_PLACE, READ, TERNARY, Prices, elements
 from thinwire.core.methods.rows import Rows
@@ -83,11 +84,28 @@ class TernGrad(Method):
         shared = _largest((yield AllGather(own)))
         finite = all_finite(shared)
         state.verdict(finite)
-        codes = ternary(a, own, shared, rows.owner, rows.noise(self.seed, state))
+        limits, tops = torch.stack([own, shared]).index_select(1, rows.owner).unbind()
+        noise = rows.noise(self.seed, state)
+        codes, scales = encode(a, 2, _WIDTH, noise=noise, shared=(limits, tops))
         sent = rows.sent(codes)
         codes = rows.spread((yield AllReduce(sent[0] if len(sent) == 1 else torch.cat(sent))), _WIDTH)
-        mean = poison(finite, state.size, a.dtype)
-        rows.write(ternary_values(a, codes, shared, rows.owner, mean))
+        rows.write(decode_sum(a, codes[None], scales[None], 8, _WIDTH, poison(finite, state.size, a.dtype)))
+
+
+def magnitudes(tensors: Sequence[Tensor], clip: float | None) -> Tensor:
+    """Return max|a| of each tensor, at most ``clip`` times its root mean square; NaN or infinite if any element is."""
+    if tensors[0].device.type == "meta":
+        return tensors[0].new_empty(len(tensors))
+    if tensors[0].is_cuda:
+        top = torch.stack(torch._foreach_norm([*tensors], torch.inf))
+    else:  # many times as fast as the norm
+        low, high = (torch.stack(ends) for ends in zip(*map(torch.aminmax, tensors)))
+        top = torch.maximum(-low, high)
+    if clip is None:
+        return top
+    factors = [clip / a.numel() ** 0.5 for a in tensors]
+    limit = torch.stack(torch._foreach_mul(torch._foreach_norm([*tensors]), factors))
+    return torch.where(limit > 0, torch.minimum(top, limit), top)  # no limit if all squares underflow to 0
 
 
 def _largest(scales: Tensor) -> Tensor:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.quantise.blocks import decode_sum, encode, sum_encode
-from thinwire.core.kernels.quantise.means import decode_means, encode_means
+from thinwire.core.kernels.quantise.bins import encode_bins
+from thinwire.core.kernels.quantise.codes import decode_sum
+from thinwire.core.kernels.quantise.linear import encode
 from thinwire.core.methods.base import accumulate_flat, all_finite, poison, stage_flat
 from thinwire.core.methods.prices import ACCUMULATE, COPY, DECODE, ENCODE, ERROR, IN_PLACE, MEANS, Prices
 from thinwire.core.program import AllGather, AllToAll, Bucket, Program, State
@@ -52,22 +53,20 @@ class Code:
 
     def encode(self, a: Tensor) -> Tensor:
         """Return a message for each chunk of ``a``, ``[chunks, bytes]``. Leave the encoding error in ``a``."""
-        messages = self._empty(a.numel() // self.chunk, a)
+        chunks = a.numel() // self.chunk
+        size = self._begin(a.dtype) + _whole(self.chunk * self.bits // 8)
+        messages = torch.empty(chunks, size, dtype=torch.uint8, device=a.device)
         codes, scales, means = self._split(messages, a.dtype)
         if means is None:
             encode(a, self.bits, self.size, leave_error=True, out=(codes, scales))
         else:
-            encode_means(a, self.bits, self.size, len(messages), leave_error=True, out=(codes, scales, means))
+            encode_bins(a, self.bits, self.size, chunks, out=(codes, scales, means))
+            decode_sum(a, codes[None], scales[None], self.bits, self.size, values=means[None], take=True)
         return messages
 
-    def sum_encode(self, messages: Tensor, like: Tensor, error: Tensor | None) -> Tensor:
+    def sum_encode(self, messages: Tensor, dtype: torch.dtype, error: Tensor | None) -> Tensor:
         """Return the message of the sum of decoded messages, in their order; add its encoding error to ``error``."""
-        if self.bits > 2:
-            made = self._empty(1, like)
-            (codes, scales, _), (code, scale, _) = self._split(messages, like.dtype), self._split(made[0], like.dtype)
-            sum_encode(codes, scales, self.bits, self.size, (code, scale), error)
-            return made[0]
-        total = self.decode_sum(messages, like.dtype)
+        total = self.decode_sum(messages, dtype)
         made = self.encode(total)
         if error is not None:
             error += total
@@ -86,13 +85,7 @@ class Code:
     def _decode(self, messages: Tensor, dtype: torch.dtype, divisor: Tensor | None) -> Tensor:
         codes, scales, means = self._split(messages, dtype)
         out = torch.empty(messages.shape[1] * self.chunk, dtype=dtype, device=messages.device)
-        if means is None:
-            return decode_sum(out, codes, scales, self.bits, self.size, divisor)
-        return decode_means(out, codes, scales, means, self.bits, self.size, divisor)
-
-    def _empty(self, chunks: int, like: Tensor) -> Tensor:
-        size = self._begin(like.dtype) + _whole(self.chunk * self.bits // 8)
-        return torch.empty(chunks, size, dtype=torch.uint8, device=like.device)
+        return decode_sum(out, codes, scales, self.bits, self.size, divisor, values=means)
 
     def _split(self, messages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         begin, head = self._begin(dtype), messages.view(dtype)
@@ -117,7 +110,7 @@ def two_step(bucket: Bucket, state: State, bits: int, block: int, *, feedback: b
     a = accumulate_flat(bucket, state, ranks * code.chunk) if feedback else _padded(bucket, ranks * code.chunk)
     received = yield AllToAll(code.encode(a))
     own = a[state.rank * code.chunk : (state.rank + 1) * code.chunk]
-    everyone = yield AllGather(code.sum_encode(received, a, own if feedback else None))
+    everyone = yield AllGather(code.sum_encode(received, a.dtype, own if feedback else None))
     if feedback:
         stage_flat(bucket, state, a[:n])
     finite = code.finite(everyone, a.dtype)

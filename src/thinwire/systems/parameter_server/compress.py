@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from thinwire.core.kernels.pairs import message_bytes, pack, unpack
-from thinwire.core.kernels.quantise.blocks import decode_sum, encode
+from thinwire.core.kernels.quantise.codes import decode_sum
+from thinwire.core.kernels.quantise.linear import encode
 from thinwire.core.kernels.select import keep_count, top_k
 from thinwire.systems.parameter_server.layout import Layout
 from thinwire.systems.parameter_server.settings import Settings

@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.quantise.blocks import levels
-from thinwire.core.kernels.quantise.packing import pack_codes, packed_bytes, unpack_codes
+from thinwire.core.kernels.quantise.codes import levels, pack_codes, packed_bytes, unpack_codes
 
 WORDS = ("fp16", "bf16", "int8", "int4", "delta:2", "delta:4", "delta:8", "pack")
 _16_BITS = {"fp16": torch.float16, "bf16": torch.bfloat16}
