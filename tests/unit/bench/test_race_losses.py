@@ -72,6 +72,18 @@ def test_a_rate_that_diverges_is_only_worse():
     assert whole_runs(run, [BASE], 1)[0][BASE].rate == pytest.approx(UPWARD)
 
 
+def test_when_time_is_over_no_other_rate_is_tried():
+    tried = []
+
+    def run(labels, rate, seed, share):
+        tried.append(rate)
+        return {label: trained(5 - rate) for label in labels}
+
+    found, _ = whole_runs(run, [BASE], 1, more=lambda: len(tried) < 3)
+    assert found[BASE].rate == max(tried[:3]) == pytest.approx(UPWARD**2)
+    assert len(tried) == 3 + len(HORIZONS)
+
+
 def test_a_final_loss_is_worth_the_steps_in_which_ddp_reaches_it():
     asked = []
     best = {BASE: 1.0, "local": UPWARD, "alone": 1.0}

@@ -186,6 +186,7 @@ class RaceResult:
 
 
 def run_race(asked: RaceSpec, context: RunContext) -> RaceResult:
+    end = math.inf if asked.steps is not None else time.monotonic() + 60 * asked.minutes
     measured = measure(asked, context)
     timed = {row.label: row.plan for row in measured.record.rows}
     everyone = (*asked.rows, *(row for _, row in asked.longer if row.label in timed))
@@ -233,7 +234,12 @@ def run_race(asked: RaceSpec, context: RunContext) -> RaceResult:
         runs += len(found)
         return found
 
-    finals, power = whole_runs(run, labels, budget.seeds, rates=() if budget.search else (1.0,))
+    def more() -> bool:  # models whose rates are far from the best want more of them than were expected
+        if time.monotonic() > end:
+            context.tell("the minutes are over: no other rates are tried; the same command later goes on from here", 0)
+        return time.monotonic() <= end
+
+    finals, power = whole_runs(run, labels, budget.seeds, rates=() if budget.search else (1.0,), more=more)
     curves = {label: known[label, one.rate] for label, one in finals.items()}
     if curves[BASE].error:
         raise BenchError(f"DDP does not train this model: {curves[BASE].error}")

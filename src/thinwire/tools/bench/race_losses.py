@@ -230,13 +230,14 @@ def whole_runs(
     *,
     rates: Sequence[float] = (),
     known: tuple[WholeRun, float] | None = None,
+    more: Callable[[], bool] = lambda: True,
 ) -> tuple[dict[str, WholeRun], float]:
     """Train rows over whole schedules, each at its best rate on seed 0. Return them, and the power of DDP's law.
 
     By that law, through DDP's finals at ``HORIZONS``, DDP's final loss falls as steps to the power of minus that.
     ``rates``: the best of these factors is taken, instead of one that is searched: upwards, and downwards for rows that
     gain nothing by more, until two rates in a row are worse than a row's best. ``known``: DDP and its power, which then
-    is not trained.
+    is not trained. ``more``: whether there is time to try another rate.
     """
     labels = [label for label in labels if known is None or label != BASE]
     finals: dict[str, dict[float, float]] = {label: {} for label in labels}
@@ -252,7 +253,7 @@ def whole_runs(
         train(labels, rate)
     for way in () if rates else (UPWARD, 1 / UPWARD):
         tried, rows = [1.0], [label for label in labels if best(label) == 1.0]
-        while rows:
+        while rows and more():
             tried.append(tried[-1] * way)
             train(rows, tried[-1])
             rows = [label for label in rows if best(label) in tried[-_WORSE:]]
