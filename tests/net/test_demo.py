@@ -1,6 +1,7 @@
-"""The demonstration over a real emulated link: what it says is what it has measured."""
+"""The demonstration and the notebook over a real emulated link: what they say is what they have measured."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -27,3 +28,17 @@ def test_what_it_says_is_what_it_measured(tmp_path):
         assert 'sync = tw.attach(model, optimizer, "local")' in done.stdout
     else:
         assert "no gain over DDP" in done.stdout
+
+
+def test_the_notebook_shows_less_sent_and_as_low_a_loss(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((Path(__file__).parents[2] / "examples" / "first_run.ipynb").read_text())["cells"]
+    names = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"]
+            exec("".join(cell["source"]), names)
+    exact, local = names["results"]["ssgd"], names["results"]["local"]
+    assert local["sent"] < exact["sent"] / 5
+    assert exact["loss"] < 0.5
+    assert local["loss"] < 1.25 * exact["loss"]
