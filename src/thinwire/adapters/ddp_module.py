@@ -26,7 +26,13 @@ log = logging.getLogger("thinwire")
 
 def chosen(method: Method | Local | str, **options: Any) -> Method | Local:
     check_name(method)
-    return named_local(method, options) or checked(method, **options)
+    local = named_local(method, options)
+    if local is not None and local.own_pace:
+        raise ValueError(
+            'pace="own" needs a loop whose steps come from sync.steps(total), but here the framework counts them, the '
+            "same on every rank: use thinwire.attach in your own loop"
+        )
+    return local or checked(method, **options)
 
 
 def checked(method: Method | Local | str, **options: Any) -> Method:

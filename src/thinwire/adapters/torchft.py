@@ -225,7 +225,7 @@ def check_settings(local: Local) -> None:
             'sync_every="auto" measures a fixed set of ranks: name a number of steps, such as sync_every=64'
         )
     for name, unless in (("fragments", 1), ("fragment_sync_delay", 0), ("fragment_update_alpha", None), ("moments", {}),
-                         ("inside", None), ("look", None)):  # fmt: skip
+                         ("inside", None), ("look", None), ("pace", "common")):  # fmt: skip
         if getattr(local, name) != unless:
             raise ValueError(f"under torchft the whole model is exchanged at a round's end: leave out {name}=")
 

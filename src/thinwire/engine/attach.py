@@ -65,7 +65,8 @@ def attach(
     codec: Method | str | None = ..., outer: Nesterov | None = ..., fragments: int = ...,
     fragment_sync_delay: int | str = ..., fragment_update_alpha: float | None = ...,
     moments: Mapping[str, int] = ..., inside: Method | str | None = ..., look: Look | float | None = ...,
-    average_buffers: Sequence[str] = ..., anchors: Literal["device", "cpu"] = ..., **options: Any,
+    pace: Literal["common", "own"] = ..., average_buffers: Sequence[str] = ...,
+    anchors: Literal["device", "cpu"] = ..., **options: Any,
 ) -> LocalSync: ...  # fmt: skip
 
 

@@ -50,10 +50,10 @@ class Look:
         check_number("Look: gamma", self.gamma, least=0, below=1)
 
     @torch.no_grad()
-    def ahead(self, weights: Sequence[Tensor], slow: Sequence[Tensor]) -> None:
-        """Move weights ahead."""
+    def ahead(self, weights: Sequence[Tensor], slow: Sequence[Tensor], steps: int = 1) -> None:
+        """Move weights ahead, as so many steps do."""
         if weights:
-            torch._foreach_add_([x.detach() for x in weights], list(slow), alpha=self.beta)
+            torch._foreach_add_([x.detach() for x in weights], list(slow), alpha=self.beta * steps)
 
     @torch.no_grad()
     def follow(self, slow: list[Tensor], change: list[Tensor], steps: int) -> None:

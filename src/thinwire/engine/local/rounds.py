@@ -43,6 +43,7 @@ from thinwire.core.program.bucket import local_shard
 from thinwire.core.program.ops import Collective
 from thinwire.core.program.trace import TracedExchange, steady_step, trace, with_rare_rounds
 from thinwire.engine.local.host import HostMemory
+from thinwire.engine.local.pace import Pace
 from thinwire.engine.local.settings import QSR, Local
 
 DEVIATION_KEPT = 0.5
@@ -92,7 +93,8 @@ class Rounds:
 
     ``first``: whether this is its machine's first rank, if the machine's ranks have equal weights; ``rank`` and
     ``topology`` then count machines. ``start``: number of exact rounds before the codec begins; None: as it says.
-    ``agree``: if a model is sharded over several ranks, whether a flag of these ranks is true on all of them.
+    ``agree``: if a model is sharded over several ranks, whether a flag of these ranks is true on all of them. ``pace``:
+    this rank's own; None: it makes all steps.
     """
 
     def __init__(
@@ -106,12 +108,16 @@ class Rounds:
         first: bool | None = None,
         start: int | None = None,
         agree: Callable[[Tensor], Tensor] | None = None,
+        pace: Pace | None = None,
     ) -> None:
         if len(parameters) < settings.fragments:
             raise ValueError(
                 f"fragments={settings.fragments}: the model has only {len(parameters)} trainable parameters"
             )
-        self.settings, self.count, self.begun = settings, 0, 0  # optimizer steps so far; before the present period
+        self.settings, self.pace = settings, pace
+        self.count = self.begun = 0  # steps so far, by the common number; before the present period
+        self.total: int | None = None  # steps at which all ranks end
+        self._reached = 0  # the number to which this rank's last step has brought it
         self.measured: tuple[int, int] | None = None  # the period and the delay chosen from measured times
         self._measures, self._delays = settings.measures(None), dict[Any, int]()
         self.code = settings.first_code
@@ -146,10 +152,21 @@ class Rounds:
             if not isinstance(every, int) or self.count < self.settings.warmup_steps:
                 every = self.settings.period_at(self.count, lr, self.measured)
             self.period = every
+            if self.pace is not None:
+                self.pace.begin_period(every)
         elif isinstance(self.settings.sync_every, QSR):  # a higher rate ends a period that is too long for it
             shorter = self.settings.period_at(self.count, lr, None)
             self.period = min(self.period, max(shorter, self.count - self.begun + 1))
         self.count += 1
+
+    def reach(self) -> None:
+        """Count this rank's own step, after :meth:`stepped` has counted it as one."""
+        self._reached = self.count if self.pace is None else self.begun + self.pace.reached()
+
+    @property
+    def behind(self) -> bool:
+        """Whether the common number is still below that to which this rank's last step has brought it."""
+        return self.count < (self._reached if self.total is None else min(self._reached, self.total))
 
     def alone(self) -> None:
         """After a step of the only rank: its own weights are the outer ones."""
@@ -159,7 +176,7 @@ class Rounds:
     def look(self) -> None:
         """Look ahead, before gradients are computed, once after each step."""
         for fragment in self.fragments:
-            fragment.look()
+            fragment.look(1 if self.pace is None else self.pace.steps)
 
     def arriving(self) -> list[Fragment]:
         """Return the fragments to merge now: those that are due, or are to be sent again."""
@@ -224,7 +241,9 @@ class Rounds:
     def snapshot(self) -> dict[str, Any]:
         """Return all state, cloned. What is under way must have been received."""
         clock = {"count": self.count, "begun": self.begun, "period": self.period}
-        found = {"measured": self.measured, "code": self.code}
+        found: dict[str, Any] = {"measured": self.measured, "code": self.code}
+        if self.pace is not None:
+            found["pace"] = self.pace.snapshot()
         return {**clock, **found, "fragments": [fragment.snapshot() for fragment in self.fragments]}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -232,6 +251,8 @@ class Rounds:
         self.count = int(saved["count"])
         self.begun, self.period, self.measured = saved["begun"], saved["period"], saved["measured"]
         self.code = self.settings.first_code if self.measuring else saved["code"]
+        if self.pace is not None and saved.get("pace") is not None:
+            self.pace.restore(saved["pace"])
         for fragment, one in zip(self.fragments, saved["fragments"], strict=True):
             fragment.restore(one)
 
@@ -448,12 +469,12 @@ class Fragment:
         else:
             _copy(weights, self.anchors)
 
-    def look(self) -> None:
-        """Move weights ahead, except frozen ones."""
+    def look(self, steps: int = 1) -> None:
+        """Move weights ahead, as so many steps do, except frozen ones."""
         given = zip(self.parameters.values(), self.weights, self._host.fetch(self.slow))
         pairs = [(x, s) for p, x, s in given if p.requires_grad or not isinstance(p, torch.nn.Parameter)]
         if pairs:
-            self._settings.look.ahead(*zip(*pairs))  # type: ignore[union-attr]
+            self._settings.look.ahead(*zip(*pairs), steps)  # type: ignore[union-attr]
 
     def _follow(self, before: Sequence[Tensor], count: int) -> None:
         """Take the outer weights' change into the mean that looks ahead."""

@@ -110,6 +110,8 @@ class Local:
         look: a slow look-ahead along the way that the outer weights have gone, or its ``beta``; None: none.
         average_buffers: names of buffers that become the mean over the ranks, besides running statistics (BatchNorm's);
             others become rank 0's.
+        pace: "common": all ranks make as many steps; "own": on slower machines a period has fewer steps, so that nobody
+            waits. Then take the loop's steps from ``for step in sync.steps(total)``.
         anchors: "device": what is kept between rounds (outer weights, momenta, slow means, residuals) is with the
             weights; "cpu": it is in host memory, pinned, and on the GPU only while its fragment is under way.
 
@@ -128,6 +130,7 @@ class Local:
     moments: Mapping[str, int] = field(default_factory=dict)
     inside: Method | None = None
     look: Look | None = None
+    pace: str = "common"
     average_buffers: Sequence[str] = field(default=(), repr=False)
     anchors: str = field(default="device", repr=False)
 
@@ -139,6 +142,9 @@ class Local:
                 f'sync_every={self.sync_every!r} must be a whole number of at least 1, "auto" or thinwire.QSR(alpha)'
             )
         check_choice("anchors", self.anchors, ("device", "cpu"))
+        check_choice("pace", self.pace, ("common", "own"))
+        if self.own_pace and isinstance(self.sync_every, QSR):
+            raise ValueError('pace="own" needs a period that does not follow the learning rate: give sync_every=')
         check_count("sync_every_max", self.sync_every_max, least=2)
         check_count("warmup_steps", self.warmup_steps, 0)
         check_count("fragments", self.fragments, least=1)
@@ -192,8 +198,12 @@ class Local:
 
     @property
     def told(self) -> str:
-        """The settings in words, as checkpoints name them; those of 0.1 knew no ``look``."""
-        return repr(self).replace(", look=None)", ")")
+        """The settings in words, as checkpoints name them; those before knew no ``pace``, and of 0.1 no ``look``."""
+        return repr(self).replace(", pace='common')", ")").replace(", look=None)", ")")
+
+    @property
+    def own_pace(self) -> bool:
+        return self.pace == "own"
 
     @property
     def ahead(self) -> float:

@@ -49,7 +49,11 @@ class Site:
         Raises:
             ConnectionError: a rank of the site is gone, and with it a part of the model.
         """
-        told = flag.to(self._device, torch.int32)
+        return self.least(flag.to(torch.int32)).bool()
+
+    def least(self, value: Tensor) -> Tensor:
+        """Return the least value of the site's ranks; ``ConnectionError`` as ``agree``."""
+        told = value.to(self._device)
         try:
             for lane in self._lanes:
                 dist.all_reduce(told, dist.ReduceOp.MIN, group=lane.group)
@@ -58,7 +62,7 @@ class Site:
                 "another rank of this site has stopped, and a part of the model with it, so this rank stops too: start "
                 "all ranks of the site again"
             ) from error
-        return told.bool()
+        return told
 
     def gather(self, rows: list[bytes]) -> list[bytes]:
         """Return the rows of all ranks of the site."""

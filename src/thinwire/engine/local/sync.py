@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.core.checks import check_count
 from thinwire.core.program import Method, State, Topology
 from thinwire.core.program.bucket import local_shard
 from thinwire.core.program.ops import own_modes
 from thinwire.engine.backward_hooks import AttachSettings, LateParameters
 from thinwire.engine.local.memory import ADAM, MemoryRow, held
+from thinwire.engine.local.pace import Pace
 from thinwire.engine.local.rounds import Fragment, Rounds
 from thinwire.engine.local.settings import Local
 from thinwire.engine.local.site import Site
@@ -99,7 +101,7 @@ class LocalSync(Handle):
         if isinstance(local.codec, Method):
             local = dataclasses.replace(local, codec=comm.fit(local.codec))
         self._rounds = Rounds(local, weights, dense, rank, workers, first=first, start=start,
-                              agree=None if site is None else site.agree)  # fmt: skip
+                              agree=None if site is None else site.agree, pace=self._own_pace())  # fmt: skip
         self._travel: RoundRunner | None = None  # None: there is one rank
         if several:
             buffers = buffers_of(model) if settings.broadcast_buffers else []
@@ -120,6 +122,13 @@ class LocalSync(Handle):
         self._handles: list[Any] = [SkippedSteps(self._skipped)]
         self._forward = BeforeForward(model, self._look) if local.look else None
         self.services.remember(self)
+
+    def _own_pace(self) -> Pace | None:
+        topology, site = self.services.topology, self.services.site
+        if not self._settings.own_pace or topology.world_size == 1:
+            return None
+        shared = {} if site is None else {"least": site.least}
+        return Pace(self.services.rank, topology, self.services.device, together=self._inner is not None, **shared)
 
     def _look(self) -> None:
         self._rounds.look()
@@ -191,10 +200,20 @@ class LocalSync(Handle):
             return
         if measuring := rounds.measuring:
             self._times.stepped()
+        if (pace := rounds.pace) is not None:
+            if rounds.total is None:
+                raise RuntimeError(
+                    'pace="own": take the steps of the loop from `for step in sync.steps(total)`, so that ranks of '
+                    "different speed end together"
+                )
+            pace.stepped()
         session.state.step = rounds.count + 1
         session.averaged(self._nbytes)
         for _ in travel.turn(self._lr):
             pass  # ``merge`` waits
+        session.state.step = rounds.count
+        if pace is not None:
+            pace.left()
         if not measuring:
             return
         self._times.exchanged()
@@ -214,6 +233,27 @@ class LocalSync(Handle):
         """Clip as ``torch.nn.utils.clip_grad_norm_`` does; gradients are this rank's own, or its machine's."""
         parameters = [m.parameter for m in self._parameters.values()]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Count steps to ``total``, from 0 or where a loaded checkpoint was: ``for step in sync.steps(1000)``.
+
+        All ranks must pass the same ``total``. With ``pace="own"`` a rank of half the speed sees 0, 2, 4 ...; without
+        it, or with one rank, this is ``range(total)``. Each turn of the loop makes an optimizer step.
+        """
+        check_count("steps: total", total, least=1)
+        self._rounds.total = total
+        while self._rounds.count < total:
+            yield self._rounds.count
+
+    @property
+    def progress(self) -> float:
+        """Share of the steps of :meth:`steps` that are made, for learning-rate schedules; 0 before it is called."""
+        return self._rounds.count / self._rounds.total if self._rounds.total else 0.0
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all ranks are at this step; at their own pace, that is between two periods."""
+        return self._rounds.pace is None or self._rounds.ends
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
@@ -320,6 +360,8 @@ class LocalSync(Handle):
         delay = local.delay_in(self.period, self._rounds.measured)
         every = f"{self.period} steps{why}" + (f", merged {delay} later" if delay else "")
         note = f"{rounds} rounds, every {every}, by {self._session.method.name}" + (f"; {said}" if said else "")
+        if (pace := self._rounds.pace) is not None:
+            note += f"; own pace: {pace.quota} of {self.period} steps here"
         workers = local.workers(self.services.topology)
         if local.outer is None and workers > 1:
             root = math.sqrt(workers)  # each worker's normalised step is smaller by about that
@@ -345,9 +387,12 @@ class LocalSync(Handle):
         ``inside/<rank>``: the state of the method that averages gradients inside machines, if there is one.
 
         Raises:
-            RuntimeError: inside ``outer_weights``, where the model does not hold this rank's own weights.
+            RuntimeError: inside ``outer_weights``, where the model does not hold this rank's own weights; or at its own
+                pace, where not ``in_step``.
         """
         self._check_own("state_dict()")
+        if not self.in_step:
+            raise RuntimeError('pace="own": ranks are at different steps here: save where sync.in_step is true')
         buffers, frozen = self._held()
         outer, rank, sent = self._rounds.snapshot(), self.services.rank, []
         codec: dict[str, Any] = {"step": outer["count"], "dropped": 0, "residual": {}, "offset": {}}
@@ -361,7 +406,8 @@ class LocalSync(Handle):
                     codec[kind].setdefault(field, {}).update(named)
             saved |= {"names": list(fragment.parameters), "rounds": part["step"], "dropped": part["dropped"]}
             sent.append(saved.pop("sent"))
-        flat = to_flat(self._session, {}, None, codec) | {LOCAL: self._settings.told, f"sent/{rank}": sent}
+        pace = {f"pace/{rank}": outer.pop("pace")} if "pace" in outer else {}
+        flat = pace | to_flat(self._session, {}, None, codec) | {LOCAL: self._settings.told, f"sent/{rank}": sent}
         if self._inner is not None:
             flat[f"inside/{rank}"] = self._inner.state_dict()
         return flat | {"outer": {**outer, "buffers": buffers, "frozen": frozen}}
@@ -405,7 +451,7 @@ class LocalSync(Handle):
             {**saved, "codec": _part(codec, fragment, saved)} for fragment, saved in zip(rounds.fragments, parts)
         ]
         inside = None if self._inner is None else fitting(self._inner, state[f"inside/{rank}"])
-        snapshot = {**outer, "fragments": fragments}
+        snapshot = {**outer, "fragments": fragments, "pace": state[f"pace/{rank}"] if same and rounds.pace else None}
         return CheckedState(
             partial(self._restore, snapshot, outer["buffers"], inside, again=not same),
             lambda: None if inside is None else inside.adopt(),

@@ -64,10 +64,14 @@ class RoundTimes:
         codes = [settings.first_code - i for i in range(len(self._rounds) // _MEASURED)]  # measured so far
         if len(self._rounds) % _MEASURED:
             return None, settings.first_code - len(codes)
-        # The last rank to arrive waits for nobody, so the shortest exchange counts; of steps, the slowest rank's.
+        # The last rank to arrive waits for nobody, so the shortest exchange counts; of steps, the
+        # slowest rank's, or at its own pace the fastest's.
         own = [min(self._rounds[_MEASURED * i :][1:_MEASURED]) for i in range(len(codes))]
         steps, *columns = times_of_all(self._services, settings, [self.step, *(x for one in own for x in one)])
-        step, shortest = max(steps), (_Exchange(*map(min, pair)) for pair in zip(columns[::2], columns[1::2]))
+        step, shortest = (
+            (min if settings.own_pace else max)(steps),
+            (_Exchange(*map(min, pair)) for pair in zip(columns[::2], columns[1::2])),
+        )
         exchanges = dict(zip(codes, shortest))
         if len(codes) < len(codecs) and exchanges[codes[-1]].seconds <= _LONG * step:
             return None, codes[-1] - 1

@@ -258,9 +258,15 @@ class RoundRunner:
     def turn(self, lr: float = 0.0) -> Iterator[Fragment]:
         """Do what is due after an optimizer step, made or skipped. Yields each fragment before it is waited for."""
         rounds = self._rounds
-        rounds.stepped(lr)
+        yield from self._count(lr)
+        rounds.reach()
+        while rounds.behind:  # at its own pace, one step here is several of the fastest rank's
+            yield from self._count(lr)
+
+    def _count(self, lr: float) -> Iterator[Fragment]:
+        self._rounds.stepped(lr)
         yield from self._merge_due()
-        if leaving := rounds.leaving():
+        if leaving := self._rounds.leaving():
             self._before()
             self.send(leaving)
         yield from self._merge_due()
@@ -304,6 +310,9 @@ class RoundRunner:
         if end in fragments and (beside := self.beside.left()):
             programs.append(self._averages.send(beside))
             names.append(["buffers and moments"])
+        if end in fragments and not last and (pace := self._rounds.pace) is not None:
+            programs.append(pace.send())
+            names.append(["speeds"])
         channel = self._channels[number]
         channel.begin(names, programs.__getitem__)
         for index in range(len(programs)):
@@ -330,6 +339,8 @@ class RoundRunner:
         self._rounds.merge(fragment)
         if fragment is self._rounds.fragments[-1]:
             self._averages.merge(self.beside.left())
+            if self._rounds.pace is not None:
+                self._rounds.pace.merge()
 
     def snapshot(self) -> list[Tensor]:
         """Wait for all that is under way. Return the buffers that came with it."""

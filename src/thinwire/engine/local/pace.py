@@ -1,0 +1,125 @@
+"""Own pace: on a slower machine a period has fewer steps, so that no machine waits for another.
+
+The fastest rank makes all H steps of a period, rank i makes H_i = max(1, round(H v_i / v)), with v_i steps a second and
+v the fastest rank's. After its j-th step of a period, the common step number, by which fragments are sent and merged,
+is ``j H // H_i`` steps into it, so that all ranks send and merge the same at the same number. Changes are averaged as
+they are: one is as long as the steps that made it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.core.program import AllGather, Program, Topology
+
+_EQUAL = 0.9
+"""Share of the fastest rank's speed from which a rank makes as many steps: times of equal machines differ by less."""
+_ROUNDS = 3
+"""Rounds whose median is a rank's speed: one long round changes nothing, and a new speed counts from the second."""
+
+
+class Pace:
+    """This rank's steps in each period.
+
+    Args:
+        rank: of all that exchange.
+        topology: these ranks; those of a machine keep one pace if ``together``, as they average gradients.
+        device: of messages.
+        least: of a value of ranks that share a model; its least, or itself.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        topology: Topology,
+        device: torch.device,
+        *,
+        together: bool = False,
+        least: Callable[[Tensor], Tensor] = lambda x: x,
+    ) -> None:
+        self._rank, self._topology, self._together = rank, topology, together
+        self._device, self._least = device, least
+        self.clock = time.perf_counter
+        self._left: float | None = None
+        self._steps: list[float] = []  # seconds of those since the last message
+        self._rounds = deque[float](maxlen=_ROUNDS)  # median seconds of a step, of the last rounds
+        self._received: Tensor | None = None
+        self._speeds: list[float] = []  # of all ranks, in steps a second; empty: not known yet
+        self._period, self.quota, self._made = 1, 1, 0  # of the present period: steps of the fastest, and of this rank
+        self.steps = 1  # of the fastest rank in one here
+
+    def begin_period(self, period: int) -> None:
+        """Choose how many of its steps this rank makes."""
+        share = self._share()
+        self._period, self._made = period, 0
+        self.quota = period if share >= _EQUAL else max(1, round(period * share))
+
+    def _share(self) -> float:
+        if not self._speeds:
+            return 1.0
+        slowest = dict[int, float]()
+        for rank, speed in enumerate(self._speeds):
+            unit = self._topology.node_of(rank) if self._together else rank
+            slowest[unit] = min(slowest.get(unit, speed), speed)
+        mine = self._topology.node_of(self._rank) if self._together else self._rank
+        return slowest[mine] / max(slowest.values())
+
+    def stepped(self) -> None:
+        """Note that a step was made, before what is due after it."""
+        if self._left is not None:
+            self._steps.append(self.clock() - self._left)
+
+    def left(self) -> None:
+        """Note that the next step begins."""
+        self._left = self.clock()
+
+    def reached(self) -> int:
+        """Return how far into the period this step has brought the common number."""
+        before = self._made * self._period // self.quota
+        self._made += 1
+        reached = self._made * self._period // self.quota
+        self.steps = reached - before
+        return reached
+
+    def send(self) -> Program:
+        """Return the program that tells all ranks this one's speed."""
+        if self._steps:
+            self._rounds.append(statistics.median(self._steps))
+            self._steps.clear()
+        seconds = statistics.median(self._rounds) if self._rounds else 0.0
+        speed = torch.tensor([1 / seconds if seconds > 0 else 0.0], dtype=torch.float64, device=self._device)
+        return self._exchange(self._least(speed))
+
+    def _exchange(self, speed: Tensor) -> Program:
+        self._received = yield AllGather(speed)
+
+    def merge(self) -> None:
+        """Go by what has arrived, from the next period on."""
+        if self._received is not None:
+            speeds = self._received.flatten().tolist()
+            self._speeds = speeds if min(speeds) > 0 else self._speeds  # a rank has timed no step yet
+            self._received = None
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return this rank's state. What is under way must have been received."""
+        received = None if self._received is None else self._received.flatten().tolist()
+        return {
+            "rounds": list(self._rounds), "speeds": list(self._speeds), "received": received, "period": self._period,
+            "quota": self.quota, "made": self._made, "steps": self.steps,
+        }  # fmt: skip
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        self._rounds = deque(saved["rounds"], maxlen=_ROUNDS)
+        self._speeds, self._period = saved["speeds"], saved["period"]
+        self.quota, self._made, self.steps = saved["quota"], saved["made"], saved["steps"]
+        received: Sequence[float] | None = saved["received"]
+        self._received = None if received is None else torch.tensor(received, dtype=torch.float64)
+        self._left = None
+        self._steps.clear()
