@@ -474,7 +474,8 @@ class Fragment:
         given = zip(self.parameters.values(), self.weights, self._host.fetch(self.slow))
         pairs = [(x, s) for p, x, s in given if p.requires_grad or not isinstance(p, torch.nn.Parameter)]
         if pairs:
-            self._settings.look.ahead(*zip(*pairs), steps)  # type: ignore[union-attr]
+            weights, slow = zip(*pairs)
+            self._settings.look.ahead(weights, slow, steps)  # type: ignore[union-attr]
 
     def _follow(self, before: Sequence[Tensor], count: int) -> None:
         """Take the outer weights' change into the mean that looks ahead."""
