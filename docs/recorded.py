@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from thinwire.tools.bench.session import reached
+
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 NBSP = "\u00a0"  # keeps a figure on one line
 PERCENT = f"{NBSP}%"
@@ -661,6 +663,28 @@ def slow_rank(data: Any) -> Iterator[Row]:
                     )
 
 
+def uneven(data: Any) -> Iterator[Row]:
+    """Seconds to the loss at which four in step end, over theirs, of two fast machines and two of half the speed."""
+    step, fast = data["four in step"]["points"], data["four fast ones"]["points"]
+    seconds, target = step[-1]
+    names = ("own pace", "own pace, look 0.5", "the two fast ones alone", "four fast ones")
+    for name in names:
+        there = reached(data[name]["points"], target)
+        yield claim(
+            f"{name} / four in step, seconds to its last loss",
+            math.inf if there is None else there / seconds,
+            at_most=0.65 if name == "own pace" else None,
+        )
+    for name in ("four in step", *names):
+        yield claim(f"{name}, held-out loss at the end", data[name]["points"][-1][1])
+    equal = data["four fast ones, own pace"]["points"]
+    yield claim(
+        "own pace / common pace, four fast ones, seconds of a run",
+        equal[-1][0] / fast[-1][0],
+        at_most=1.02,
+    )
+
+
 def late_rounds(data: Any) -> Iterator[Row]:
     """Steps to plain averaging's loss, over its own, of rounds that come back late: median and ends."""
     for one in data["rows"]:
@@ -900,6 +924,7 @@ SOURCES = {
     "other_models": Source(
         "python benchmarks/other_models.py", "race.md", other_models
     ),
+    "uneven": Source("python benchmarks/uneven.py", "parameter_server.md", uneven),
     "slow_rank": Source(
         "python benchmarks/slow_rank.py", "parameter_server.md", slow_rank
     ),

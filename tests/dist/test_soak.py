@@ -55,4 +55,4 @@ def test_nothing_grows(method, options):
     for before, after, counted in run(_trains, 2, steps, method, options, fresh=True, seconds=280):
         assert counted == steps
         assert after[0] - before[0] < 8  # MB; a residual that leaked each step would be 15
-        assert after[1:] == before[1:]
+        assert all(now <= was for now, was in zip(after[1:], before[1:])), (before, after)  # a file may be closed late
