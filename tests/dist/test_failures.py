@@ -349,7 +349,10 @@ def test_a_group_that_was_forgotten_under_a_launcher_is_asked_for(method, monkey
         assert sync.stats().world_size == 1
 
 
-SILENT = "Rank {} did not report: dead, late or done already (all ranks need as many batches, and the same calls)."
+SILENT = (
+    "Rank {} did not report: dead, late or done already (all ranks need as many batches, or sync.join(), and the same "
+    "calls)."
+)
 LOSSY = (("powersgd", {"rank": 1}), ("acp", {"rank": 1}), ("topk", {"density": 0.05}))
 
 

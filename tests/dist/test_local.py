@@ -707,7 +707,7 @@ def test_nobody_finishes_while_another_rank_is_in_a_round(delay):
         if delay:
             assert said == (
                 "ValueError: rank 0 has made 13 steps and rank 1 10, so a round of one waits for the other: give all "
-                "ranks as many batches (DistributedSampler, drop_last=True)"
+                "ranks as many batches (DistributedSampler, drop_last=True), or wrap the loop in `with sync.join():`"
             )
 
 

@@ -28,6 +28,7 @@ from thinwire.engine.buckets import Buckets
 from thinwire.engine.controller.pilot import Decision, PlanController
 from thinwire.engine.executors.streams import StreamExecutor
 from thinwire.engine.hooks import ModuleHook, WithoutHooks, current_task
+from thinwire.engine.join import StillTraining
 from thinwire.engine.look import Look
 from thinwire.engine.parameters import Buffers, DenseRule, ignored, managed_parameters
 from thinwire.engine.schedules.coupled import Coupled
@@ -159,6 +160,8 @@ class BackwardHooks:
         self._model, self._buckets, self._schedule, self._controller = model, buckets, schedule, controller
         self._settings = settings
         self.enabled = True  # False inside ``no_sync``
+        self.going: StillTraining | None = None  # inside ``join``
+        self._factor = 1.0  # of averages, if some ranks have no data any more
         self.expected: frozenset[int] | None = None  # what the next backward can reach; None: all
         self._end, self._late = BackwardEnd(self.finish), LateParameters(model, _ATTACH_AGAIN)
         follow = settings.broadcast_buffers and buckets.session.state.size > 1
@@ -314,19 +317,24 @@ class BackwardHooks:
             self._controller.waiting = None
             with own_modes():
                 self.follow(decision)
+        self._factor = 1.0 if self.going is None else self.going.factor()
         if session.method.has_residual:
             session.state.held = frozenset(m.name for m in buckets.managed if not m.parameter.requires_grad)
         self._schedule.begin()  # may raise
         step = buckets.begin(self.expected, time.perf_counter())
-        if self.buffers is not None and not self.buffers.idle:
+        if self._sends_buffers():
             try:
-                self.buffers.send()
+                self.buffers.send()  # type: ignore[union-attr]
             except RuntimeError as error:
                 self._failed(error)
                 return
         for index, left in enumerate(step.left):
             if not left:  # no gradient is expected: the bucket has only what earlier passes accumulated
                 buckets.ready(index)
+
+    def _sends_buffers(self) -> bool:
+        """Whether all ranks get rank 0's buffers in this step: not if it has no data any more."""
+        return self.buffers is not None and not self.buffers.idle and (self.going is None or 0 in self.going.ranks)
 
     def finish(self, *, observed: bool = True) -> None:
         """End the backward: launch what is left, wait, deliver, commit. ``observed``: its order of arrival counts."""
@@ -366,9 +374,11 @@ class BackwardHooks:
         session.finish()
         if comm.order is not None:
             comm.check_order(session.state.step)
-        if self.buffers is not None and not self.buffers.idle:
-            self.buffers.receive()
+        if self._sends_buffers():
+            self.buffers.receive()  # type: ignore[union-attr]
         self._schedule.deliver()
+        if self._factor != 1:
+            self._schedule.multiply(self._factor)
         self._exchanged += 1
         self._note()
         self.expected = None

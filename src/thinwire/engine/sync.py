@@ -24,6 +24,7 @@ from thinwire.engine.buckets import Buckets, prime_allocator
 from thinwire.engine.controller.pilot import PlanController
 from thinwire.engine.controller.planning import make_plan
 from thinwire.engine.executors.events import Recorder
+from thinwire.engine.join import StillTraining, take_over
 from thinwire.engine.parameters import ManagedParameter, gradient_dtype, managed_parameters, model_facts, sent_at_start
 from thinwire.engine.ranks.agreement import OrderCheck
 from thinwire.engine.ranks.communicator import Communicator
@@ -132,6 +133,42 @@ class GradientSync(Handle):
             yield
         finally:
             self._source.enabled = before
+
+    @contextmanager
+    def join(self, divide_by_initial_world_size: bool = False) -> Iterator[None]:
+        """Let ranks have different numbers of batches: wrap the loop, on all ranks.
+
+        A rank whose loop is over sends zeros until all are done. Averages are over the ranks that still have data. In
+        the end all ranks have the weights, buffers and optimizer states of those that went on; a GradScaler's, too, if
+        it was passed to ``attach``. It costs one small exchange per step.
+
+        Args:
+            divide_by_initial_world_size: averages count ranks without data, too, as those of torch's ``Join``.
+
+        Raises:
+            ValueError: the method is decoupled, or other packages (K-FAC) take part in each step.
+        """
+        session, source = self._session, self._source
+        if not self._exchanges or session.state.size == 1:
+            yield
+            return
+        if self._buckets.pauses or self.services.companions or self._settings.on_failure is not None:
+            why = ", ".join(self.services.companions) or session.method.name
+            raise ValueError(f"join() has no part for what {why} does in a step: give all ranks as many batches")
+        source.going = going = StillTraining(session.comm, initial=divide_by_initial_world_size)
+        try:
+            yield
+            while going.told(False):
+                source.begin()
+                source.finish(observed=False)
+                session.state.commit(session.watch.names.values())
+                for m in self._buckets.managed:
+                    m.parameter.grad = None
+            if going.ranks:
+                optimizers, weights = self.services.optimizers, sent_at_start(self.services.model)
+                take_over(session.comm, weights, optimizers, session.scaler, going.ranks[0])
+        finally:
+            source.going = None
 
     def synchronize(self) -> None:
         """Do everything that is still to be done. All ranks must call it after passes that were all ``no_sync``.

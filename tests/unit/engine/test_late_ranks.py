@@ -21,7 +21,7 @@ def test_of_a_thousand_a_few_are_named(monkeypatch):
     monkeypatch.setattr(late, "WAIT_SECONDS", 0.1)
     assert late.LateRanks(range(1024), 3, "test", 5.0).report(7, "2 (fc.weight)", "AllReduce") == (
         "rank 0, rank 1, rank 2, rank 4, rank 5, rank 6, rank 7, rank 8 and 1015 others did not report: "
-        "dead, late or done already (all ranks need as many batches, and the same calls)"
+        "dead, late or done already (all ranks need as many batches, or sync.join(), and the same calls)"
     )
 
 

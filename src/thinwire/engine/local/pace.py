@@ -1,9 +1,13 @@
-"""Own pace: on a slower machine a period has fewer steps, so that no machine waits for another.
+"""What ranks tell each other in a round: their speeds, and who has made steps.
+
+Own pace: on a slower machine a period has fewer steps, so that no machine waits for another.
 
 The fastest rank makes all H steps of a period, rank i makes H_i = max(1, round(H v_i / v)), with v_i steps a second and
 v the fastest rank's. After its j-th step of a period, the common step number, by which fragments are sent and merged,
 is ``j H // H_i`` steps into it, so that all ranks send and merge the same at the same number. Changes are averaged as
 they are: one is as long as the steps that made it.
+
+Uneven ends: a rank without data makes empty steps, and the mean is over those that have made some.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ class Pace:
         rank: of all that exchange.
         topology: these ranks; those of a machine keep one pace if ``together``, as they average gradients.
         device: of messages.
+        own: whether a slower rank makes fewer steps.
         least: of a value of ranks that share a model; its least, or itself.
     """
 
@@ -42,22 +47,26 @@ class Pace:
         device: torch.device,
         *,
         together: bool = False,
+        own: bool = True,
         least: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> None:
-        self._rank, self._topology, self._together = rank, topology, together
+        self._rank, self._topology, self._together, self.own = rank, topology, together, own
         self._device, self._least = device, least
         self.clock = time.perf_counter
         self._left: float | None = None
         self._steps: list[float] = []  # seconds of those since the last message
         self._rounds = deque[float](maxlen=_ROUNDS)  # median seconds of a step, of the last rounds
         self._received: Tensor | None = None
+        self._stepped = 0  # steps since the last message
+        self.initial = False  # averages count ranks that have made no steps, too
+        self.training = topology.world_size  # ranks that had made steps when they sent what was merged last
         self._speeds: list[float] = []  # of all ranks, in steps a second; empty: not known yet
         self._period, self.quota, self._made = 1, 1, 0  # of the present period: steps of the fastest, and of this rank
         self.steps = 1  # of the fastest rank in one here
 
     def begin_period(self, period: int) -> None:
         """Choose how many of its steps this rank makes."""
-        share = self._share()
+        share = self._share() if self.own else 1.0
         self._period, self._made = period, 0
         self.quota = period if share >= _EQUAL else max(1, round(period * share))
 
@@ -73,12 +82,18 @@ class Pace:
 
     def stepped(self) -> None:
         """Note that a step was made, before what is due after it."""
+        self._stepped += 1
         if self._left is not None:
             self._steps.append(self.clock() - self._left)
 
     def left(self) -> None:
         """Note that the next step begins."""
         self._left = self.clock()
+
+    @property
+    def factor(self) -> float:
+        """By what to multiply the mean over all ranks, so that it is over those that have made steps."""
+        return 1.0 if self.initial else self._topology.world_size / max(1, self.training)
 
     def reached(self) -> int:
         """Return how far into the period this step has brought the common number."""
@@ -94,32 +109,33 @@ class Pace:
             self._rounds.append(statistics.median(self._steps))
             self._steps.clear()
         seconds = statistics.median(self._rounds) if self._rounds else 0.0
-        speed = torch.tensor([1 / seconds if seconds > 0 else 0.0], dtype=torch.float64, device=self._device)
-        return self._exchange(self._least(speed))
+        message = [1 / seconds if seconds > 0 else 0.0, float(self._stepped > 0)]
+        self._stepped = 0
+        return self._exchange(self._least(torch.tensor(message, dtype=torch.float64, device=self._device)))
 
-    def _exchange(self, speed: Tensor) -> Program:
-        self._received = yield AllGather(speed)
+    def _exchange(self, message: Tensor) -> Program:
+        self._received = yield AllGather(message)
 
     def merge(self) -> None:
         """Go by what has arrived, from the next period on."""
         if self._received is not None:
-            speeds = self._received.flatten().tolist()
-            self._speeds = speeds if min(speeds) > 0 else self._speeds  # a rank has timed no step yet
-            self._received = None
+            speeds, training = zip(*self._received.tolist())
+            self._speeds = list(speeds) if min(speeds) > 0 else self._speeds  # a rank has timed no step yet
+            self.training, self._received = round(sum(training)), None
 
     def snapshot(self) -> dict[str, Any]:
         """Return this rank's state. What is under way must have been received."""
-        received = None if self._received is None else self._received.flatten().tolist()
+        received = None if self._received is None else self._received.tolist()
         return {
             "rounds": list(self._rounds), "speeds": list(self._speeds), "received": received, "period": self._period,
-            "quota": self.quota, "made": self._made, "steps": self.steps,
+            "quota": self.quota, "made": self._made, "steps": self.steps, "training": self.training,
         }  # fmt: skip
 
     def restore(self, saved: dict[str, Any]) -> None:
         self._rounds = deque(saved["rounds"], maxlen=_ROUNDS)
         self._speeds, self._period = saved["speeds"], saved["period"]
         self.quota, self._made, self.steps = saved["quota"], saved["made"], saved["steps"]
-        received: Sequence[float] | None = saved["received"]
+        received: Sequence[Sequence[float]] | None = saved["received"]
         self._received = None if received is None else torch.tensor(received, dtype=torch.float64)
-        self._left = None
+        self._left, self.training = None, saved["training"]
         self._steps.clear()

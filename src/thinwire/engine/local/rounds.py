@@ -117,6 +117,7 @@ class Rounds:
         self.settings, self.pace = settings, pace
         self.count = self.begun = 0  # steps so far, by the common number; before the present period
         self.total: int | None = None  # steps at which all ranks end
+        self.joined = False  # this rank has no data any more, so its steps are empty
         self._reached = 0  # the number to which this rank's last step has brought it
         self.measured: tuple[int, int] | None = None  # the period and the delay chosen from measured times
         self._measures, self._delays = settings.measures(None), dict[Any, int]()
@@ -161,7 +162,8 @@ class Rounds:
 
     def reach(self) -> None:
         """Count this rank's own step, after :meth:`stepped` has counted it as one."""
-        self._reached = self.count if self.pace is None else self.begun + self.pace.reached()
+        own = self.pace is not None and self.pace.own and not self.joined
+        self._reached = self.begun + self.pace.reached() if own else self.count  # type: ignore[union-attr]
 
     @property
     def behind(self) -> bool:
@@ -211,7 +213,7 @@ class Rounds:
 
     def merge(self, fragment: Fragment) -> None:
         """Merge a fragment. If this rank's weights were not finite, all return to the outer ones, or it spoils them."""
-        if not fragment.merge(self.count):
+        if not fragment.merge(self.count, 1.0 if self.pace is None else self.pace.factor):
             for one in self.fragments:
                 one.recover()
 
@@ -428,15 +430,18 @@ class Fragment:
         return bool(self._all(self._sent))
 
     @torch.no_grad()
-    def merge(self, count: int) -> bool:
-        """Make the outer step, and merge. Return False if the weights that this rank sent were not finite."""
+    def merge(self, count: int, factor: float = 1.0) -> bool:
+        """Make the outer step, and merge. Return False if the weights that this rank sent were not finite.
+
+        ``factor``: of the mean change, if some ranks have made no steps.
+        """
         self.due, finite = None, True
         if self._mean is None:
             finite = self.sent_finite
             if not finite:
                 self.return_to_outer_weights()
         elif self.parameters:
-            self._merge(self.weights, self._mean, count)
+            self._merge(self.weights, self._mean if factor == 1 or self._last else self._longer(factor), count)
         for _, bucket in self._buckets:
             for slot in bucket.slots:
                 slot.value = slot.result = None
@@ -444,6 +449,13 @@ class Fragment:
         self._sent, self._mean = [], None
         self._put_away()
         return finite
+
+    def _longer(self, factor: float) -> list[Tensor]:
+        """Return the mean with a change that is as many times as long."""
+        assert self._mean is not None
+        if self._averages:
+            return list(torch._foreach_lerp(self.anchors, self._mean, factor))
+        return list(torch._foreach_mul(self._mean, factor))
 
     def _merge(self, weights: list[Tensor], mean: list[Tensor], count: int) -> None:
         """Make the outer step with the mean change, or the mean of the weights, and bring it to the weights here."""

@@ -25,7 +25,7 @@ from thinwire.engine.backward_hooks import AttachSettings, LateParameters
 from thinwire.engine.local.memory import ADAM, MemoryRow, held
 from thinwire.engine.local.pace import Pace
 from thinwire.engine.local.rounds import Fragment, Rounds
-from thinwire.engine.local.settings import Local
+from thinwire.engine.local.settings import QSR, Local
 from thinwire.engine.local.site import Site
 from thinwire.engine.local.times import RoundTimes
 from thinwire.engine.local.travel import BuffersAndFrozen, Moments, RoundRunner, open_channels
@@ -101,7 +101,8 @@ class LocalSync(Handle):
         if isinstance(local.codec, Method):
             local = dataclasses.replace(local, codec=comm.fit(local.codec))
         self._rounds = Rounds(local, weights, dense, rank, workers, first=first, start=start,
-                              agree=None if site is None else site.agree, pace=self._own_pace())  # fmt: skip
+                              agree=None if site is None else site.agree,
+                              pace=self._pace(own=True) if local.own_pace and several else None)  # fmt: skip
         self._travel: RoundRunner | None = None  # None: there is one rank
         if several:
             buffers = buffers_of(model) if settings.broadcast_buffers else []
@@ -123,12 +124,11 @@ class LocalSync(Handle):
         self._forward = BeforeForward(model, self._look) if local.look else None
         self.services.remember(self)
 
-    def _own_pace(self) -> Pace | None:
+    def _pace(self, *, own: bool) -> Pace:
         topology, site = self.services.topology, self.services.site
-        if not self._settings.own_pace or topology.world_size == 1:
-            return None
         shared = {} if site is None else {"least": site.least}
-        return Pace(self.services.rank, topology, self.services.device, together=self._inner is not None, **shared)
+        together = self._inner is not None
+        return Pace(self.services.rank, topology, self.services.device, together=together, own=own, **shared)
 
     def _look(self) -> None:
         self._rounds.look()
@@ -201,12 +201,13 @@ class LocalSync(Handle):
         if measuring := rounds.measuring:
             self._times.stepped()
         if (pace := rounds.pace) is not None:
-            if rounds.total is None:
+            if pace.own and rounds.total is None:
                 raise RuntimeError(
                     'pace="own": take the steps of the loop from `for step in sync.steps(total)`, so that ranks of '
                     "different speed end together"
                 )
-            pace.stepped()
+            if not rounds.joined:
+                pace.stepped()
         session.state.step = rounds.count + 1
         session.averaged(self._nbytes)
         for _ in travel.turn(self._lr):
@@ -245,6 +246,39 @@ class LocalSync(Handle):
         while self._rounds.count < total:
             yield self._rounds.count
 
+    @contextmanager
+    def join(self, divide_by_initial_world_size: bool = False) -> Iterator[None]:
+        """Let ranks have different numbers of batches: wrap the loop, on all ranks, and call ``finish`` after it.
+
+        A rank whose loop is over takes part in the others' rounds with empty steps until all are done. Averages are
+        over the ranks that have made steps since the last round.
+
+        Args:
+            divide_by_initial_world_size: averages count ranks without steps, too, as those of torch's ``Join``.
+
+        Raises:
+            ValueError: ranks of a machine average gradients (``inside=``), or the period follows the learning rate.
+        """
+        rounds = self._rounds
+        if self._travel is None:
+            yield
+            return
+        if self._inner is not None or isinstance(self._settings.sync_every, QSR):
+            why = "gradients inside machines" if self._inner is not None else "a period that follows the learning rate"
+            raise ValueError(f"join() has no part for {why}: give all ranks as many batches")
+        before = rounds.pace
+        rounds.pace = pace = before or self._pace(own=False)
+        pace.initial, pace.training = divide_by_initial_world_size, self.services.topology.world_size
+        try:
+            yield
+            rounds.joined = True
+            while pace.training:
+                self._counted()
+            for fragment in rounds.travelling():
+                self._travel.merge(fragment)
+        finally:
+            rounds.joined, rounds.pace = False, before
+
     @property
     def progress(self) -> float:
         """Share of the steps of :meth:`steps` that are made, for learning-rate schedules; 0 before it is called."""
@@ -253,7 +287,8 @@ class LocalSync(Handle):
     @property
     def in_step(self) -> bool:
         """Whether all ranks are at this step; at their own pace, that is between two periods."""
-        return self._rounds.pace is None or self._rounds.ends
+        pace = self._rounds.pace
+        return pace is None or not pace.own or self._rounds.ends
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
@@ -310,7 +345,8 @@ class LocalSync(Handle):
         if other := next((rank for rank, row in enumerate(rows) if row[0] != rows[0][0]), 0):
             raise ValueError(
                 f"rank 0 has made {int(rows[0][1])} steps and rank {other} {int(rows[other][1])}, so a round of one "
-                "waits for the other: give all ranks as many batches (DistributedSampler, drop_last=True)"
+                "waits for the other: give all ranks as many batches (DistributedSampler, drop_last=True), or "
+                "wrap the loop in `with sync.join():`"
             )
 
     def _check_whole(self) -> None:
@@ -360,7 +396,7 @@ class LocalSync(Handle):
         delay = local.delay_in(self.period, self._rounds.measured)
         every = f"{self.period} steps{why}" + (f", merged {delay} later" if delay else "")
         note = f"{rounds} rounds, every {every}, by {self._session.method.name}" + (f"; {said}" if said else "")
-        if (pace := self._rounds.pace) is not None:
+        if (pace := self._rounds.pace) is not None and pace.own:
             note += f"; own pace: {pace.quota} of {self.period} steps here"
         workers = local.workers(self.services.topology)
         if local.outer is None and workers > 1:

@@ -336,11 +336,12 @@ class RoundRunner:
 
     def merge(self, fragment: Fragment) -> None:
         self.receive(fragment)
+        end = fragment is self._rounds.fragments[-1]
+        if end and self._rounds.pace is not None:
+            self._rounds.pace.merge()
         self._rounds.merge(fragment)
-        if fragment is self._rounds.fragments[-1]:
+        if end:
             self._averages.merge(self.beside.left())
-            if self._rounds.pace is not None:
-                self._rounds.pace.merge()
 
     def snapshot(self) -> list[Tensor]:
         """Wait for all that is under way. Return the buffers that came with it."""

@@ -145,12 +145,12 @@ class Communicator:
             self._come()
             agree(versions | facts, self.control, self.device)
 
-    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast(self, tensors: Iterable[Tensor], source: int = 0) -> None:
         with self.meeting("sending the weights"):
             self._come()
             hidden = self._encrypts()
             lane = self._lanes.get("weights", Scope.WORLD, 0, bidirectional=True) if hidden else self.control
-            broadcast_tensors(tensors, lane)
+            broadcast_tensors(tensors, lane, source)
 
     def gather(self, message: bytes, call: str = "") -> list[bytes]:
         with self.meeting(call or "gathering", f" All ranks must call {call}." if call else ""):
@@ -336,7 +336,7 @@ class SingleRank(Communicator):
     def fit(self, method: Method) -> Method:
         return method
 
-    def broadcast(self, tensors: Iterable[Tensor]) -> None: ...
+    def broadcast(self, tensors: Iterable[Tensor], source: int = 0) -> None: ...
 
     def gather(self, message: bytes, call: str = "") -> list[bytes]:
         return [message]

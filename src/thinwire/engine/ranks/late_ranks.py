@@ -146,8 +146,8 @@ class LateRanks:
             named = ", ".join(f"rank {self._ranks[place]}" for place in missing[:_MOST_NAMED])
             more = f" and {len(missing) - _MOST_NAMED} others" if len(missing) > _MOST_NAMED else ""
             left.append(
-                f"{named}{more} did not report: dead, late or done already (all ranks need as many batches, and the "
-                "same calls)"
+                f"{named}{more} did not report: dead, late or done already (all ranks need as many batches, or "
+                "sync.join(), and the same calls)"
             )
         if left:
             return "; ".join(left)

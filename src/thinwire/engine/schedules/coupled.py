@@ -101,6 +101,14 @@ class Coupled:
                 if watched and (grad := parameter.grad) is not None:
                     self.watched[buckets.by_name[slot.name].index] = grad, grad._version
 
+    def multiply(self, factor: float) -> None:
+        """Multiply what was delivered."""
+        for m in self._buckets.managed:
+            if (grad := m.parameter.grad) is not None and m.parameter.requires_grad:
+                grad.mul_(factor)
+                if m.index in self.watched:
+                    self.watched[m.index] = grad, grad._version
+
     def _used_anywhere(self) -> list[bool]:
         comm = self._session.comm
         mine = bytes(m.parameter.grad is not None for m in self._buckets.managed)
