@@ -667,7 +667,12 @@ def uneven(data: Any) -> Iterator[Row]:
     """Seconds to the loss at which four in step end, over theirs, of two fast machines and two of half the speed."""
     step, fast = data["four in step"]["points"], data["four fast ones"]["points"]
     seconds, target = step[-1]
-    names = ("own pace", "own pace, look 0.5", "the two fast ones alone", "four fast ones")
+    names = (
+        "own pace",
+        "own pace, look 0.5",
+        "the two fast ones alone",
+        "four fast ones",
+    )
     for name in names:
         there = reached(data[name]["points"], target)
         yield claim(
