@@ -29,7 +29,7 @@ def pace_of(rank, ranks=4, **options):
 
 
 def told(pace, speeds):
-    pace._received = torch.tensor(speeds, dtype=torch.float64)
+    pace._received = torch.tensor([[speed, 1.0] for speed in speeds], dtype=torch.float64)
     pace.merge()
     pace.begin_period(8)
     return pace.quota
@@ -41,8 +41,19 @@ def test_a_rank_makes_its_share_of_the_fastest_ones_steps():
     slow = pace_of(2)
     told(slow, [2.0, 1.0, 0.75, 0.01])
     assert [slow.reached() for _ in range(3)] == [2, 5, 8]
+    assert (slow.reached(), slow.steps) == (8, 0)  # after a loop that ended within the period
     machines = Pace(2, Topology(4, 2), torch.device("cpu"), together=True)
     assert told(machines, [2.0, 1.0, 0.75, 0.5]) == 4  # each machine is as slow as its slowest rank
+
+
+def test_a_period_that_is_too_short_for_a_rank_is_told_once(caplog):
+    pace = pace_of(1, 2)
+    for _ in range(2):
+        told(pace, [8.0, 0.5])
+    assert [record.getMessage() for record in caplog.records] == [
+        'thinwire: pace="own": a step here takes longer than the 8 of the fastest rank in a period, so the others '
+        "wait: take sync_every=16 or more"
+    ]
 
 
 def test_a_new_speed_counts_from_its_second_round_and_one_long_round_does_not():
@@ -54,7 +65,7 @@ def test_a_new_speed_counts_from_its_second_round_and_one_long_round_does_not():
             pace.left()
             now += seconds
             pace.stepped()
-        sent.append(1 / float(next(pace.send()).tensor))
+        sent.append(1 / float(next(pace.send()).tensor[0]))
     assert sent == [1, 1, 1, 1, 1, 1, 1, 4, 4]
 
 
@@ -164,7 +175,7 @@ def _equal(rank, size):
 def test_equal_machines_have_the_same_bits():
     for (common, sent), (own, sent_own) in run(_equal, 2, seconds=120):
         assert all(torch.equal(a, b) for a, b in zip(common, own, strict=True))
-        assert sent_own - sent == 5 * 8  # a speed each round
+        assert sent_own - sent == 5 * 16  # a speed, and whether it has made steps, each round
 
 
 def _machines(rank, size):
@@ -211,6 +222,26 @@ def test_the_loop_has_to_take_its_steps_from_it():
         assert "save where sync.in_step is true" in at[1][2]
 
 
+def _totals(rank, size):
+    net = cases.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    with tw.attach(net, optimizer, "local", sync_every=4, pace="own") as sync:
+        sync._rounds.pace.clock = _ticking([1.0, 3.0][rank])
+        said = cases.said(lambda: sync.steps(20 + rank))
+        for step in sync.steps(22):
+            cases.walk(net, optimizer, rank, step, step + 1)
+        saved = sync.state_dict() if sync.in_step else {}
+        sync.finish()
+        return said, sorted(key for key in saved if key.startswith("pace/")), bool(sync.state_dict())
+
+
+def test_totals_are_equal_and_the_end_can_be_saved_within_a_period():
+    for rank, (said, saved, again) in enumerate(run(_totals, 2, seconds=60)):
+        assert said == "Disagreement: rank 1 differs from rank 0: steps: total: 20 against 21"
+        assert saved == [f"pace/{rank}"]
+        assert again
+
+
 def test_refusals():
     from thinwire.adapters.ddp_module import chosen
 
@@ -218,6 +249,8 @@ def test_refusals():
         local_settings("local", {"pace": "fast"})
     with pytest.raises(ValueError, match="does not follow the learning rate"):
         local_settings("local", {"pace": "own", "sync_every": tw.QSR(0.02)})
+    with pytest.raises(ValueError, match="a slow rank would wait for each fragment"):
+        local_settings("local", {"pace": "own", "sync_every": 8, "fragments": 2})
     with pytest.raises(ValueError, match="here the framework counts them"):
         chosen("local", pace="own", sync_every=4)
 
@@ -232,4 +265,8 @@ def test_one_rank_alone_counts_steps_too():
             cases.walk(net, optimizer, 0, step, step + 1)
         assert seen == [(0, 0.0), (1, 0.2), (2, 0.4), (3, 0.6), (4, 0.8)]
         with pytest.raises(ValueError, match="steps: total"):
-            next(sync.steps(0))
+            sync.steps(0)
+        sync.steps(2)
+        assert sync.progress == 1
+        with pytest.raises(RuntimeError, match="100 turns of the loop over steps"):
+            list(sync.steps(6))

@@ -415,6 +415,27 @@ def test_saving_before_the_first_step_changes_nothing(tmp_path):
     assert run(_saved_at_once, SITES * SHARDS, str(tmp_path)) == [[True] * 3] * 4
 
 
+def _at_their_own_pace(rank, size, folder):
+    on, found = mesh(), []
+    options = {"sync_every": 3, "codec": "int8", "pace": "own"}
+    net, optimizer, sync = attached(on, **options)
+    sync.steps(9)
+    _steps(net, optimizer, rank, 0, 3)
+    sync.save(folder)
+    found.append(_weights(net))
+    sync.close()
+    net, optimizer, sync = attached(on, **options)
+    sync.load(folder)
+    found.append(_weights(net))
+    assert next(sync.steps(9)) == 3
+    sync.close()
+    return torch.equal(*found)
+
+
+def test_sites_at_their_own_pace_go_on_from_a_checkpoint(tmp_path):
+    assert run(_at_their_own_pace, SITES * SHARDS, str(tmp_path)) == [True] * 4
+
+
 def _unfit(rank, size, folder):
     """What ranks say of a checkpoint that does not fit on all of them, or on the last; whether nothing has changed."""
     on, found = mesh(), []

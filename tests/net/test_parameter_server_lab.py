@@ -15,7 +15,7 @@ def ps(*words):
 
 def test_a_slow_node_and_a_killed_one_do_not_end_the_training(tmp_path):
     words = ["--model", "mlp:width=64:layers=2", "--nodes", "3", "--slow", "2:4", "--kill", "1:9", "--pace", "0.05"]
-    words += ["--link", "100mbit", "--outer", "sgd:lr=0.05", "--journal", str(tmp_path / "j"), "--seconds", "40"]  # a node that begins again on a busy machine may need many
+    words += ["--link", "100mbit", "--outer", "sgd:lr=0.05", "--journal", str(tmp_path / "j"), "--seconds", "40"]
     result = ps("run", *words, "--settings", "inhad:max_staleness=4:deterministic=true")
     status = result["status"]
     assert status["counters"]["joined"] == 4

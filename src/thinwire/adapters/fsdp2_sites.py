@@ -98,7 +98,7 @@ class SiteSync(LocalSync):
             elif kind in ("shared", "local"):
                 owner = "outer" if kind == "shared" else site
                 saved[f"{owner}/{self._at}/{kind}/{rest.removeprefix(f'{rank}/')}"] = value
-            elif kind not in ("offset", "rank"):
+            elif kind not in ("offset", "rank", "pace"):  # speeds are measured anew
                 facts[key] = value
         groups = [optimizer.state_dict()["param_groups"] for optimizer in self.services.optimizers]
         torch.save(tree_map_only(Tensor, Tensor.cpu, readable(groups, "param_groups")), file := io.BytesIO())

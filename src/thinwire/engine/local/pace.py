@@ -12,6 +12,8 @@ Uneven ends: a rank without data makes empty steps, and the mean is over those t
 
 from __future__ import annotations
 
+import logging
+import math
 import statistics
 import time
 from collections import deque
@@ -23,8 +25,11 @@ from torch import Tensor
 
 from thinwire.core.program import AllGather, Program, Topology
 
+logger = logging.getLogger("thinwire")
 _EQUAL = 0.9
 """Share of the fastest rank's speed from which a rank makes as many steps: times of equal machines differ by less."""
+_SHORT = 0.75
+"""Of a step in a period: with fewer, others wait for this rank."""
 _ROUNDS = 3
 """Rounds whose median is a rank's speed: one long round changes nothing, and a new speed counts from the second."""
 
@@ -57,6 +62,7 @@ class Pace:
         self._steps: list[float] = []  # seconds of those since the last message
         self._rounds = deque[float](maxlen=_ROUNDS)  # median seconds of a step, of the last rounds
         self._received: Tensor | None = None
+        self._warned = False
         self._stepped = 0  # steps since the last message
         self.initial = False  # averages count ranks that have made no steps, too
         self.training = topology.world_size  # ranks that had made steps when they sent what was merged last
@@ -67,6 +73,12 @@ class Pace:
     def begin_period(self, period: int) -> None:
         """Choose how many of its steps this rank makes."""
         share = self._share() if self.own else 1.0
+        if share * period < _SHORT and not self._warned:
+            self._warned = True
+            logger.warning(
+                'thinwire: pace="own": a step here takes longer than the %d of the fastest rank in a period, so the '
+                "others wait: take sync_every=%d or more", period, math.ceil(1 / share),
+            )  # fmt: skip
         self._period, self._made = period, 0
         self.quota = period if share >= _EQUAL else max(1, round(period * share))
 
@@ -83,6 +95,8 @@ class Pace:
     def stepped(self) -> None:
         """Note that a step was made, before what is due after it."""
         self._stepped += 1
+        if self._device.type == "cuda" and self._made + 1 >= self.quota:  # the round waits for what is queued
+            torch.cuda.synchronize(self._device)
         if self._left is not None:
             self._steps.append(self.clock() - self._left)
 
@@ -98,7 +112,7 @@ class Pace:
     def reached(self) -> int:
         """Return how far into the period this step has brought the common number."""
         before = self._made * self._period // self.quota
-        self._made += 1
+        self._made = min(self._made + 1, self.quota)
         reached = self._made * self._period // self.quota
         self.steps = reached - before
         return reached
@@ -106,7 +120,8 @@ class Pace:
     def send(self) -> Program:
         """Return the program that tells all ranks this one's speed."""
         if self._steps:
-            self._rounds.append(statistics.median(self._steps))
+            of_steps = statistics.fmean if self._device.type == "cuda" else statistics.median
+            self._rounds.append(of_steps(self._steps))
             self._steps.clear()
         seconds = statistics.median(self._rounds) if self._rounds else 0.0
         message = [1 / seconds if seconds > 0 else 0.0, float(self._stepped > 0)]

@@ -143,6 +143,8 @@ class Local:
             )
         check_choice("anchors", self.anchors, ("device", "cpu"))
         check_choice("pace", self.pace, ("common", "own"))
+        if self.own_pace and self.fragments > 1 and self.fragment_sync_delay == 0:
+            raise ValueError('pace="own": a slow rank would wait for each fragment: set fragment_sync_delay= above 0')
         if self.own_pace and isinstance(self.sync_every, QSR):
             raise ValueError('pace="own" needs a period that does not follow the learning rate: give sync_every=')
         check_count("sync_every_max", self.sync_every_max, least=2)

@@ -238,13 +238,29 @@ class LocalSync(Handle):
     def steps(self, total: int) -> Iterator[int]:
         """Count steps to ``total``, from 0 or where a loaded checkpoint was: ``for step in sync.steps(1000)``.
 
-        All ranks must pass the same ``total``. With ``pace="own"`` a rank of half the speed sees 0, 2, 4 ...; without
-        it, or with one rank, this is ``range(total)``. Each turn of the loop makes an optimizer step.
+        All ranks must call it. With ``pace="own"`` a rank of half the speed sees 0, 2, 4 ... Each turn of the loop
+        makes an optimizer step: accumulate in an inner loop.
+
+        Raises:
+            ValueError: ranks have different totals.
+            RuntimeError: turns of the loop make no optimizer step.
         """
         check_count("steps: total", total, least=1)
+        if self._travel is not None:
+            self.services.agree_on({"steps: total": total}, "agreeing on steps()")
         self._rounds.total = total
-        while self._rounds.count < total:
-            yield self._rounds.count
+        return self._counting(total)
+
+    def _counting(self, total: int) -> Iterator[int]:
+        made, turns = -1, 0
+        while (step := self._rounds.count) < total:
+            made, turns = step, turns + 1 if step == made else 0
+            if turns == _UNCOUNTED:
+                raise RuntimeError(
+                    f"{turns} turns of the loop over steps() have made no optimizer step: accumulate in an inner loop, "
+                    "and leave the loop when you close the handle"
+                )
+            yield step
 
     @contextmanager
     def join(self, divide_by_initial_world_size: bool = False) -> Iterator[None]:
@@ -282,13 +298,13 @@ class LocalSync(Handle):
     @property
     def progress(self) -> float:
         """Share of the steps of :meth:`steps` that are made, for learning-rate schedules; 0 before it is called."""
-        return self._rounds.count / self._rounds.total if self._rounds.total else 0.0
+        return min(1.0, self._rounds.count / self._rounds.total) if self._rounds.total else 0.0
 
     @property
     def in_step(self) -> bool:
-        """Whether all ranks are at this step; at their own pace, that is between two periods."""
-        pace = self._rounds.pace
-        return pace is None or not pace.own or self._rounds.ends
+        """Whether all ranks are at this step; at their own pace, between two periods, and at the end of ``steps``."""
+        rounds = self._rounds
+        return rounds.pace is None or not rounds.pace.own or rounds.ends or rounds.count == rounds.total
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
@@ -396,7 +412,7 @@ class LocalSync(Handle):
         delay = local.delay_in(self.period, self._rounds.measured)
         every = f"{self.period} steps{why}" + (f", merged {delay} later" if delay else "")
         note = f"{rounds} rounds, every {every}, by {self._session.method.name}" + (f"; {said}" if said else "")
-        if (pace := self._rounds.pace) is not None and pace.own:
+        if (pace := self._rounds.pace) is not None and pace.own and self._rounds.period:
             note += f"; own pace: {pace.quota} of {self.period} steps here"
         workers = local.workers(self.services.topology)
         if local.outer is None and workers > 1:
@@ -487,7 +503,7 @@ class LocalSync(Handle):
             {**saved, "codec": _part(codec, fragment, saved)} for fragment, saved in zip(rounds.fragments, parts)
         ]
         inside = None if self._inner is None else fitting(self._inner, state[f"inside/{rank}"])
-        snapshot = {**outer, "fragments": fragments, "pace": state[f"pace/{rank}"] if same and rounds.pace else None}
+        snapshot = {**outer, "fragments": fragments, "pace": state.get(f"pace/{rank}") if same else None}
         return CheckedState(
             partial(self._restore, snapshot, outer["buffers"], inside, again=not same),
             lambda: None if inside is None else inside.adopt(),
