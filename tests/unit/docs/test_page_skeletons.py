@@ -19,7 +19,7 @@ SYSTEMS = {  # the paper's name for it, and the most words that the page may hav
     "large_batch": ("PTO", 650),
     "data": ("DataCache", 750),
     "kfac": ("SPD-KFAC", 1100),
-    "parameter_server": ("InHAD", 2000),
+    "parameter_server": ("InHAD", 2200),
     "federated": ("FedML Parrot", 1500),
     "split": ("SFT", 1500),
     "supernet": ("EASNet", 900),
