@@ -69,6 +69,15 @@ def test_a_daemon_that_left_its_group_is_ended(mode, tmp_path):
         wait_until(lambda: not runs(pid))
 
 
+def test_a_rank_that_stands_still_most_of_the_time_ends_with_the_others(mode):
+    command = ["sh", "-c", "echo $$; exec sleep 120"]
+    result, lines = collect(lab.Cluster(2), command, timeout_seconds=1, slow={1: 30.0})
+    assert result.exit_code == 124
+    assert set(result.exit_codes) <= {128 + signal.SIGTERM, 128 + signal.SIGKILL}
+    assert result.stopped_shares[1] > 0.4
+    assert not any(runs(int(pid)) for said in lines for pid in said)
+
+
 @pytest.mark.parametrize(
     ("mode", "number", "code"),
     [("root", signal.SIGTERM, -signal.SIGTERM), ("user", signal.SIGINT, 130)],

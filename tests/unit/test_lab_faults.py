@@ -114,6 +114,51 @@ if os.environ["RANK"] == "1":
     assert float(lines[-1][1]) > continued - stopped - 0.1  # it stood still meanwhile
 
 
+HALTS = """
+import os, pathlib, signal, time
+halts, end = [], pathlib.Path("end")
+signal.signal(signal.SIGCONT, lambda *_: halts.append(True))
+while len(halts) < 10 and not end.exists():
+    time.sleep(0.001)
+end.touch()
+print(len(halts))
+"""
+
+
+def test_a_slow_rank_stands_still_for_its_share_again_and_again():
+    lines = []
+    result = lab.run(
+        lab.Cluster(2), [sys.executable, "-c", HALTS], timeout_seconds=60, slow={1: 4.0},
+        on_line=lambda rank, line: lines.append((rank, int(line))),
+    )  # fmt: skip
+    assert result.exit_codes == (0, 0)
+    assert dict(lines)[0] == 0
+    assert dict(lines)[1] >= 10
+    assert list(result.stopped_shares) == [1]
+    assert 0.4 < result.stopped_shares[1] < 0.95  # three quarters, but for the end
+    assert result.happenings == ()
+
+
+def test_a_slow_rank_that_was_killed_is_slow_again():
+    lines = []
+    result = lab.run(
+        lab.Cluster(2), [sys.executable, "-c", COUNTS], timeout_seconds=60, slow={1: 2.0},
+        faults=lab.parse_kills(["1:100ms"], "200ms"), on_line=lambda *said: lines.append(said),
+        faults_begin=lambda *said: said == (1, "life 1"),
+    )  # fmt: skip
+    assert result.exit_codes == (0, 0)
+    assert [x.what for x in result.happenings] == ["killed", "started again"]
+    assert lines[-1] == (1, "life 2")
+
+
+def test_the_closing_line_says_how_slow_a_rank_was():
+    command = ["--slow", "0:3,1:3", "--json", "--", sys.executable, "-c", HALTS]
+    result = call("lab", "run", "--workers", 2, *command)
+    assert set(json.loads(result.stdout)["stopped_shares"]) == {"0", "1"}
+    said = call("lab", "run", "--workers", 2, *command[:2], *command[3:]).stderr
+    assert re.search(r"rank 1 stood still for \d\d % of its time", said)
+
+
 def test_what_meets_a_rank_that_has_ended_is_left_out_and_what_comes_too_late_is_told(capfd):
     faults = [lab.RankFault("kill", 1, 0.3, 0.1), lab.RankFault("kill", 0, 50.0)]
     result, _ = run(2, ALONE.format(one="pass", zero="time.sleep(1)"), *faults, begin=(0, "alone"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import time
@@ -22,7 +21,7 @@ from thinwire.systems.cli.ps_machines import (
 )
 from thinwire.tools import lab
 from thinwire.tools.cli.console import Output, RunFailed, watched_load
-from thinwire.tools.cli.options import JsonOption, LinkOptions, PlotOption
+from thinwire.tools.cli.options import JsonOption, LinkOptions, PlotOption, numbered
 from thinwire.tools.cli.verb import argument, option
 
 if TYPE_CHECKING:
@@ -44,20 +43,7 @@ class FleetOptions(RulesOptions):
 
     @property
     def slower(self) -> dict[int, float]:
-        return dict(self.pairs(self.slow, "--slow 1:4"))
-
-    def pairs(self, words: list[str] | None, example: str) -> list[tuple[int, float]]:
-        found = []
-        for word in words or []:
-            left, _, right = word.partition(":")
-            try:
-                pair = int(left), float(right)
-            except ValueError:
-                raise ValueError(f"{word!r} is not NODE:NUMBER; use for example {example}") from None
-            if not (0 <= pair[0] < self.nodes and 0 < pair[1] < math.inf):
-                raise ValueError(f"{word!r}: there are nodes 0 to {self.nodes - 1}, and the number must be above 0")
-            found.append(pair)
-        return found
+        return dict(numbered(self.slow, self.nodes, "NODE", "--slow 1:4"))
 
 
 class PsRunVerb(LinkOptions, FleetOptions, TrainingOptions, PlotOption):
@@ -85,7 +71,7 @@ class PsRunVerb(LinkOptions, FleetOptions, TrainingOptions, PlotOption):
 
     @property
     def kills(self) -> list[tuple[int, float]]:
-        return self.pairs(self.kill, "--kill 2:10")
+        return numbered(self.kill, self.nodes, "NODE", "--kill 2:10")
 
     def keys_of(self, name: str) -> Path | None:
         return None if self.keys is None else self.keys / name

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from thinwire.tools import lab
 from thinwire.tools.cli.console import Output, note
-from thinwire.tools.cli.options import JsonOption, LabOptions
+from thinwire.tools.cli.options import JsonOption, LabOptions, numbered
 from thinwire.tools.cli.verb import argument, option
 
 
@@ -31,6 +31,7 @@ class LabRunVerb(LabOptions):
     restart: str | None = option(None, "Restart killed ranks after this time, such as 5s; without it they stay dead.")
     stop: list[str] | None = option(None, "Stop a rank: 1:10s:3s is rank 1 after 10 s, for 3 s. May be repeated.")
     cut: list[str] | None = option(None, "Cut the link of a rank's node: 1:10s:3s. May be repeated.")
+    slow: list[str] | None = option(None, "Slow a rank down: 3:2 is rank 3 at half its speed. May be repeated.")
     json: bool = option(False, "Print the result as JSON on stdout; the ranks' output goes to stderr.")
 
     def run(self, output: Output) -> Any:
@@ -44,11 +45,14 @@ class LabRunVerb(LabOptions):
             grace_seconds=self.grace,
             timeout_seconds=self.timeout,
             faults=faults,
+            slow=dict(numbered(self.slow, self.workers, "RANK", "--slow 3:2")),
             **self.part(["master_port", "share_cores"]),
         )
         if result.emulated and not self.json:
             sent = ", ".join(f"{count / 1e6:.2f}" for count in result.sent_bytes)
             note(f"{result.note}: {result.seconds:.1f} s, MB sent per node: {sent}")
+        for rank, share in {} if self.json else result.stopped_shares.items():
+            note(f"rank {rank} stood still for {100 * share:.0f} % of its time")
         output.code = result.exit_code
         return json.loads(result.to_json())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,6 +13,25 @@ if TYPE_CHECKING:
     from thinwire.tools.lab import Cluster
 
 MODEL = "chargpt, mlp, resnet18, bert-small or module:function; options as in mlp:width=512."
+
+
+def numbered(words: Sequence[str] | None, count: int, what: str, example: str) -> list[tuple[int, float]]:
+    """Read ``3:2``, a number for the fourth of ``count``, as often as it is repeated or listed with commas.
+
+    ``what`` they are: "NODE" or "RANK".
+    """
+    found = []
+    for word in ",".join(words or []).split(",") if words else []:
+        left, _, right = word.partition(":")
+        try:
+            pair = int(left), float(right)
+        except ValueError:
+            raise ValueError(f"{word!r} is not {what}:NUMBER; use for example {example}") from None
+        if not (0 <= pair[0] < count and 0 < pair[1] < math.inf):
+            kind = what.lower()
+            raise ValueError(f"{word!r}: there are {kind}s 0 to {count - 1}, and the number must be above 0")
+        found.append(pair)
+    return found
 
 
 class JsonOption(Verb):
@@ -94,6 +115,7 @@ class PlanOptions(JsonOption):
     device_flops: float | None = option(None, "FLOP/s that training sustains, for the built-in models.")
     profile: Path | None = option(None, "The model, as a file from thinwire profile.")
 
-    ranks_per_node: int | None = 1  # this and the next two are options of ``thinwire plan`` alone
+    ranks_per_node: int | None = 1  # this and the next three are options of ``thinwire plan`` alone
     methods: str | None = "ssgd"
+    speeds: str | None = None
     worth: Path | None = None

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from thinwire.core.records import Record
@@ -23,7 +23,15 @@ from thinwire.tools.lab.ranks import (
     rank_environment,
     usable_cores,
 )
-from thinwire.tools.lab.supervise import DeferredSignals, FaultTimeline, Happening, RankFault, check_faults, supervise
+from thinwire.tools.lab.supervise import (
+    DeferredSignals,
+    FaultTimeline,
+    Happening,
+    RankFault,
+    SlowRanks,
+    check_faults,
+    supervise,
+)
 
 _DEFAULT_PORT = 29500  # in a new namespace every port is free
 _RANK_BYTES = 200 << 20  # of a process that has imported torch
@@ -39,6 +47,7 @@ def run(
     timeout_seconds: float | None = None,
     master_port: int | None = None,
     share_cores: bool = False,
+    slow: Mapping[int, float] | None = None,
     faults: Sequence[RankFault] = (),
     faults_begin: Callable[[int, str], bool] | None = None,
     on_fault: Callable[[Happening], None] | None = None,
@@ -58,6 +67,7 @@ def run(
         timeout_seconds: when to end the run; None means never.
         master_port: port of rank 0; None picks a free one.
         share_cores: every node may use all cores; otherwise each has its own, like separate machines.
+        slow: how many times slower ranks compute, by pauses of tens of milliseconds: 2 is half the speed.
         faults: faults of ranks during the run.
         faults_begin: called with a rank and each of its lines: whether the times of ``faults`` count from now on; None:
             they count from the start. on_fault: called with each event that happened; None prints it on stderr.
@@ -80,7 +90,7 @@ def run(
             print(f"note: {cluster.workers} ranks: this machine's memory holds about {most} that import torch; "
                   "so many take minutes to start", file=sys.stderr, flush=True)  # fmt: skip
         mode, reason = find_mode()
-        check_faults(faults, cluster, emulated=mode != "loopback")
+        check_faults(faults, cluster, emulated=mode != "loopback", slow=slow)
         network: Network | None = None
         if mode == "loopback":
             note = f"ranks on plain loopback, links not emulated: neither root nor a user namespace here ({reason})"
@@ -105,6 +115,7 @@ def run(
 
         with RankProcesses(heard) as ranks:
             timeline = FaultTimeline(faults, ranks, carry, on_fault or _tell)
+            slowed = SlowRanks(slow or {}, ranks)
             for rank in range(cluster.workers):
                 if signals.received is not None:
                     break
@@ -117,7 +128,9 @@ def run(
                 ranks.start(line, variables)
             if faults_begin is None:
                 timeline.began = time.monotonic()
-            code = supervise(ranks, signals, timeline, grace_seconds=grace_seconds, timeout_seconds=timeout_seconds)
+            code = supervise(
+                ranks, signals, timeline, slowed, grace_seconds=grace_seconds, timeout_seconds=timeout_seconds
+            )
         seconds = time.monotonic() - began
         nothing = (0,) * cluster.nodes
         packets = network.packets() if network is not None else None
@@ -127,8 +140,8 @@ def run(
     if timeline.left:
         print(f"note: the run ended before rank {timeline.left[0].rank} was {timeline.left[0].what} at "
               f"{timeline.left[0].seconds:g} s", file=sys.stderr, flush=True)  # fmt: skip
-    happened = tuple(timeline.happened)
-    return LabResult(code, codes, seconds, network is not None, note, sent, received, control, happened, packets)
+    happened, stood = tuple(timeline.happened), slowed.stopped_shares
+    return LabResult(code, codes, seconds, network is not None, note, sent, received, control, happened, packets, stood)
 
 
 def _tell(happening: Happening) -> None:
@@ -153,6 +166,7 @@ class LabResult(Record):
         happenings: what happened to ranks, in order.
         packets: per node, how many of the packets that it sent were "forwarded", "lost" by the wire, or "dropped" by a
             full queue; None where no relay carried them.
+        stopped_shares: of each slow rank, the measured share of its life that it stood still: 0.5 is half the speed.
     """
 
     called: ClassVar[str] = "the result of a run in the lab"
@@ -166,3 +180,4 @@ class LabResult(Record):
     congestion_control: str | None = None
     happenings: tuple[Happening, ...] = ()
     packets: tuple[dict[str, int], ...] | None = None
+    stopped_shares: dict[int, float] = field(default_factory=dict)

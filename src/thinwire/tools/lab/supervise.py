@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -24,6 +24,7 @@ TIMED_OUT = 124
 _TICK_SECONDS = 0.05
 _KILL_AFTER_SECONDS = 5.0
 _DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PAUSE_SECONDS = 0.01  # of a slow rank at a time, at least
 _SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "continued": signal.SIGCONT}
 
 
@@ -93,10 +94,17 @@ def _time(part: str, option: str, text: str, example: str) -> float:
     return seconds
 
 
-def check_faults(faults: Sequence[RankFault], cluster: Cluster, *, emulated: bool) -> None:
-    """Raise `LabError` unless the faults fit the cluster and each other."""
+def check_faults(
+    faults: Sequence[RankFault], cluster: Cluster, *, emulated: bool, slow: Mapping[int, float] | None = None
+) -> None:
+    """Raise `LabError` unless the faults fit the cluster and each other; ``slow``: see :class:`SlowRanks`."""
+    for rank, factor in (slow or {}).items():
+        if not (0 <= rank < cluster.workers and 1 <= factor < math.inf):
+            raise LabError(f"--slow {rank}:{factor:g} needs a rank of 0 to {cluster.workers - 1}, and at least 1 times")
     by_victim: dict[tuple[bool, int], list[RankFault]] = {}
     for fault in faults:
+        if fault.kind == "stop" and fault.rank in (slow or {}):
+            raise LabError(f"--stop and --slow both stop rank {fault.rank}: leave out one of them")
         if not 0 <= fault.rank < cluster.workers:
             raise LabError(
                 f"--{fault.kind} names rank {fault.rank}, but the ranks are 0 to {cluster.workers - 1}: name another"
@@ -126,6 +134,7 @@ def supervise(
     ranks: RankProcesses,
     signals: DeferredSignals,
     timeline: FaultTimeline,
+    slow: SlowRanks,
     *,
     grace_seconds: float,
     timeout_seconds: float | None,
@@ -141,8 +150,9 @@ def supervise(
     by_itself: list[int | None] = []
     timed_out = terminated = False
     while ranks.running or (timeline.all_dead_for_now and not terminated):
-        ranks.step(_TICK_SECONDS)
+        ranks.step(slow.tick_seconds)
         now = time.monotonic()
+        slow.until(now)
         if not terminated:
             timeline.until(now)
         if any(timeline.unasked(ranks.exit_codes)):
@@ -191,6 +201,39 @@ class DeferredSignals:
             signal.signal(number, handler)
         if self.received is not None:
             signal.raise_signal(self.received)
+
+
+class SlowRanks:
+    """Ranks that compute this many times slower, like an older machine: they are stopped for the rest of the time.
+
+    Each time that one has run long enough to owe a pause, it is stopped (SIGSTOP, with its process group) until it has
+    stood still ``factor - 1`` times as long as it ran; both are measured, so that late signals cancel out.
+    """
+
+    def __init__(self, factors: Mapping[int, float], ranks: RankProcesses) -> None:
+        self.tick_seconds = _PAUSE_SECONDS / 4 if factors else _TICK_SECONDS
+        self._factors, self._ranks = factors, ranks
+        self._stands = dict.fromkeys(factors, False)
+        self._seconds = {rank: {False: 0.0, True: 0.0} for rank in factors}  # that it ran, and that it stood still
+        self._before = time.monotonic()
+
+    def until(self, now: float) -> None:
+        passed, self._before = now - self._before, now
+        for rank, factor in self._factors.items():
+            if self._ranks.exit_codes[rank] is not None:
+                self._stands[rank] = False
+                continue
+            stands, seconds = self._stands[rank], self._seconds[rank]
+            seconds[stands] += passed
+            owed = seconds[False] * (factor - 1) - seconds[True]
+            if owed <= 0 if stands else owed >= _PAUSE_SECONDS:
+                self._stands[rank] = not stands
+                self._ranks.signal(signal.SIGCONT if stands else signal.SIGSTOP, rank)
+
+    @property
+    def stopped_shares(self) -> dict[int, float]:
+        """The share of its life that each of them stood still."""
+        return {rank: x[True] / max(1e-9, x[False] + x[True]) for rank, x in self._seconds.items()}
 
 
 class FaultTimeline:
