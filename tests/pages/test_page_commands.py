@@ -158,6 +158,7 @@ PAGES: dict[str, dict[str, Shown]] = {
     },
     "docs/commands.md": {
         "thinwire lab run --workers 4 --link 200mbit -- python train.py": Shown(_script),
+        "thinwire lab run --workers 4 --slow 2:2,3:2 -- python train.py": Shown(_script),
         "thinwire lab run --workers 2 --link 100mbit --delay 25ms --jitter 2ms --loss 0.1% --congestion bbr "
         "-- python train.py": Shown(  # BBR is not in every kernel
             _script,
@@ -232,6 +233,9 @@ PAGES: dict[str, dict[str, Shown]] = {
         "thinwire profile chargpt": Shown(wrote("profile.json")),
         "thinwire plan profile.json --costs costs.json": Shown(said("measured")),
         "thinwire plan profile.json --link 10gbit --workers 16": Shown(said("worth: times as soon at a loss")),
+        "thinwire plan resnet50 --link 10gbit --speeds 1,1,0.5,0.5": Shown(
+            said("use local pace=own sync_every=2 ", "the 2 slow machines add 27 %")
+        ),
     },
     "docs/quickstart.md": {
         "thinwire plan resnet50 --link 1gbit --workers 4": Shown(said("use local: 4 workers reach the loss")),

@@ -182,6 +182,15 @@ plan resnet50 --trace nowhere/trace.json -> --trace nowhere/trace.json
 plan resnet50 --out . -> --out .
 plan resnet50 --memory --out a.json -> --memory only counts: leave out --out
 plan resnet50 --memory --link 1gbit --map -> --memory only counts: leave out --link, --map
+plan resnet50 --memory --speeds 1,0.5 -> --memory only counts: leave out --speeds
+plan resnet50 --speeds 1,0.5 --map --explain -> --speeds ranks machines that differ: leave out --map, --explain
+plan resnet50 --speeds 1,half -> --speeds '1,half': give 2 speeds above 0
+plan resnet50 --speeds 0.9,0.5 -> of which the fastest is 1
+plan resnet50 --speeds 1,2 -> of which the fastest is 1
+plan resnet50 --speeds 1,0 -> above 0
+plan resnet50 --speeds '' -> give 1 speed above 0
+plan resnet50 --workers 4 --speeds 1,0.5 -> --speeds '1,0.5': give 4 speeds above 0
+plan resnet50 --speeds 1,0.5 --ranks-per-node 2 -> the 2 ranks of a machine must have the same speed
 plan resnet50 --shards 4 --dtype bf16 -> --shards, --dtype: these belong to --memory
 plan chargpt:layers=abc -> layers='abc' must be a whole number of at least 1
 plan chargpt:fused=3 -> fused=3 must be true or false
@@ -229,6 +238,10 @@ lab run --kill 1:1s --restart 5 -- true -> --restart '5': '5' is not a time
 lab run --stop 1:3s -- true -> --stop '1:3s' is not RANK:AT:FOR
 lab run --kill 1:1s --kill 1:3s -- true -> killed from 1 s for good (--restart S brings it back)
 lab run --kill 1:1s --restart 4s --stop 1:3s:1s -- true -> killed from 1 s until 5 s
+lab run --slow 2:2 -- true -> there are ranks 0 to 1
+lab run --slow 1:2x -- true -> '1:2x' is not RANK:NUMBER; use for example --slow 3:2
+lab run --slow 0:2,1:0.5 -- true -> --slow 1:0.5 needs a rank of 0 to 1, and at least 1 times
+lab run --slow 1:2 --stop 1:1s:1s -- true -> --stop and --slow both stop rank 1
 lab run --cut 1:1s:1s -- true -> --cut needs emulated links
 kfac plan -> give a model
 kfac plan resnet50 --schedules fast -> schedule='fast' is unknown

@@ -27,6 +27,18 @@ def steps_late(delay: int | str, every: int) -> int:
     return every - 1 if isinstance(delay, str) else min(delay, every - 1)
 
 
+def own_steps(period: int, share: float) -> int:
+    """Steps of a machine at its own pace in a period of the fastest one's steps; ``share``: of that one's speed.
+
+    From 0.9 on it makes as many: times of equal machines differ by less.
+
+    Example:
+        >>> own_steps(8, 0.95), own_steps(8, 0.5), own_steps(8, 0.01)
+        (8, 4, 1)
+    """
+    return period if share >= 0.9 else max(1, round(period * share))
+
+
 def mean_step(
     step_seconds: float, round_seconds: float, every: int, delay: int, *, compute_seconds: float = 0.0
 ) -> float:

@@ -23,11 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.core.pricing.periods import own_steps
 from thinwire.core.program import AllGather, Program, Topology
 
 logger = logging.getLogger("thinwire")
-_EQUAL = 0.9
-"""Share of the fastest rank's speed from which a rank makes as many steps: times of equal machines differ by less."""
 _SHORT = 0.75
 """Of a step in a period: with fewer, others wait for this rank."""
 _ROUNDS = 3
@@ -80,7 +79,7 @@ class Pace:
                 "others wait: take sync_every=%d or more", period, math.ceil(1 / share),
             )  # fmt: skip
         self._period, self._made = period, 0
-        self.quota = period if share >= _EQUAL else max(1, round(period * share))
+        self.quota = own_steps(period, share)
 
     def _share(self) -> float:
         if not self._speeds:

@@ -186,6 +186,7 @@ def choose(
     *,
     backend: str = "gloo",
     shared_compute: bool = True,
+    slowdown: Sequence[float] | None = None,
     lossy: bool = True,
     worth: WorthOf | None = None,
 ) -> Ranking:
@@ -204,7 +205,7 @@ def choose(
 
     Args:
         candidates: (label, method) pairs; labels are unique.
-        backend, shared_compute: see ``simulate``.
+        backend, shared_compute, slowdown: see ``simulate``; times of one worker alone are the fastest's.
         lossy: if False, lossy candidates are listed as left out and never recommended.
         worth: steps that each method needs for one exact step; None: the table in the package.
 
@@ -216,6 +217,7 @@ def choose(
         LookupError: the costs hold no exchange, or no price for dense.
     """
     where: dict[str, Any] = {"backend": backend, "shared_compute": shared_compute}
+    where |= {"slowdown": slowdown} if slowdown else {}
     points, left_out = price(candidates, model_profile, topology, costs, where, lossy=lossy, worth=worth)
     verdict = judge(points, topology, without_startups(model_profile, topology, costs, where), lossy=lossy)
     off = UNCERTAINTY[model_profile.provenance]

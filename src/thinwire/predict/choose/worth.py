@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,8 +22,8 @@ from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.core.program import Method, Topology
 from thinwire.core.records import UNREADABLE
 from thinwire.predict.timeline import simulate
-from thinwire.predict.timeline.local_steps import Accumulated, OneWorker, Periodic, is_plain
-from thinwire.predict.timeline.simulate import network_free
+from thinwire.predict.timeline.local_steps import Accumulated, OneWorker, OwnPace, Periodic, is_plain
+from thinwire.predict.timeline.simulate import computing, network_free
 
 TABLE = Path(__file__).with_name("worth.json")
 
@@ -172,14 +172,43 @@ def worth_from(rows: tuple[MeasuredWorth, ...], by: str = "measured") -> WorthOf
     return worth_of
 
 
+def between(worth: WorthOf) -> WorthOf:
+    """Return what steps are worth with workers of any number and, for :class:`OwnPace`, of any speed.
+
+    This is a model: workers at their own pace are as many as their steps are of the fastest one's, 3 for speeds of 1,
+    1, 0.5 and 0.5; and between 1, 2, 4, 8, ... workers, the numbers that the shipped table knows, steps to a loss are a
+    power of the number. Local steps of so many workers count beside plain averaging of all, as others do.
+    """
+
+    def of(method: Method, elements: int, workers: float) -> Worth:
+        below = 2 ** int(math.log2(workers))
+        share = math.log2(workers / below)
+        if not share:
+            return worth(method, elements, below)
+        fewer, more = worth(method, elements, below), worth(method, elements, 2 * below)
+        ends = ((fewer.low, more.low), (fewer.middle, more.middle), (fewer.high, more.high))
+        low, middle, high = (a ** (1 - share) * b**share for a, b in ends)
+        return Worth(low, middle, high, more.source)
+
+    def worth_of(method: Method, elements: int, workers: int) -> Worth:
+        if not isinstance(method, OwnPace):
+            return of(method, elements, workers)
+        full = sum(method.made) / (method.every or 1)
+        found, lone = of(method, elements, full), OneWorker()
+        more = of(lone, elements, workers).middle / of(lone, elements, full).middle
+        return Worth(found.low * more, found.middle * more, found.high * more, found.source)
+
+    return worth_of
+
+
 def period_worth(
-    worth: WorthOf, codec: Method, elements: int, workers: int, look: float = 0.0
+    worth: WorthOf, codec: Method, elements: int, workers: int, look: float = 0.0, kind: Any = Periodic
 ) -> Callable[[int, int], float]:
     """Return (period, delay) -> steps to a loss of local steps; where not measured, without a look, or of 8 bits."""
     ways = [(codec, look), (codec, 0.0), (Cast("int8"), 0.0)]
 
     def steps_with(way: tuple[Method, float]) -> Callable[[int, int], float]:
-        return lambda every, delay: worth(Periodic(way[0], every, delay, look=way[1]), elements, workers).middle
+        return lambda every, delay: worth(kind(way[0], every, delay, look=way[1]), elements, workers).middle
 
     def measured(way: tuple[Method, float]) -> bool:
         return any(math.isfinite(steps_with(way)(EVERY[0], delay)) for delay in (0, 1))  # delays that any row covers
@@ -229,14 +258,17 @@ def resolved(
 
     ``where``: as in ``simulate``.
     """
-    if not isinstance(method, Periodic) or (method.every is not None and method.delay != "auto"):
+    if not isinstance(method, Periodic) or (None not in (method.every, method.codec) and method.delay != "auto"):
         return method
-    step, workers = model_profile.forward_seconds + sum(model_profile.backward_seconds), topology.world_size
+    workers, slowdown = topology.world_size, where.get("slowdown", [1.0])
+    once = model_profile.forward_seconds + sum(model_profile.backward_seconds)
+    kind = partial(OwnPace, speeds=method.speeds) if isinstance(method, OwnPace) else Periodic
     codecs = tuple(map(Cast, CODES)) if method.codec is None else (method.codec,)
     periods = up_to(method.most) if method.every is None else (method.every,)
     waits = [replace(method, codec=codec, every=1, delay=0) for codec in codecs]
 
     def round_seconds(waited: Method, prices: Costs) -> float:
+        step = once * computing(waited, slowdown)
         return simulate(waited, model_profile, topology, prices, **where).step_seconds - step
 
     free = replace(costs, exchanges=network_free(costs, startup=0, rest=0).exchanges)
@@ -245,9 +277,9 @@ def resolved(
         (
             round_seconds(waited, costs),
             round_seconds(waited, free) if shared else 0.0,
-            period_worth(worth or shipped(), codec, model_profile.elements, workers, method.look),
+            period_worth(worth or shipped(), codec, model_profile.elements, workers, method.look, kind),
         )
         for waited, codec in zip(waits, codecs)
     ]
-    index, (every, delay) = best_round(step, rounds, delay=method.delay, periods=periods)
+    index, (every, delay) = best_round(once * computing(method, slowdown), rounds, delay=method.delay, periods=periods)
     return replace(method, codec=codecs[index], every=every, delay=delay)

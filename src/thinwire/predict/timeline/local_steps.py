@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from thinwire.core.methods.ssgd import SSGD
-from thinwire.core.pricing.periods import LONGEST, steps_late
+from thinwire.core.pricing.periods import LONGEST, own_steps, steps_late
 from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.core.program import Bucket, Method, Program, State
 from thinwire.predict.timeline.machine import ComputeTask, Machine
@@ -58,6 +58,26 @@ class Periodic(Method):
     def carrier(self) -> Method:
         flat = {"collective": "flat"} if self.code.collective == "auto" else {}
         return replace(self.code, fusion="single", **flat)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True)
+class OwnPace(Periodic):
+    """Local steps with ``pace="own"`` and a period; a step is the fastest machine's.
+
+    ``speeds``: of all workers, relative to the fastest.
+    """
+
+    speeds: tuple[float, ...] = (1.0,)
+
+    @property
+    def made(self) -> list[int]:
+        """Steps of each worker in a period."""
+        return [own_steps(self.every or 1, speed) for speed in self.speeds]
+
+    @property
+    def stretch(self) -> float:
+        """How many times as long as the fastest machine's steps a period takes: more than 1 where one has too many."""
+        return max(made / speed for made, speed in zip(self.made, self.speeds)) / (self.every or 1)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from thinwire.core.pricing.plans import Measured, PlanTensor, hidden_seconds, ma
 from thinwire.core.pricing.profiles import ModelProfile, ModuleTime
 from thinwire.core.program import Method, Plan, PlanBucket, Topology
 from thinwire.core.program.plan import SIDE_STREAMS
-from thinwire.predict.timeline.local_steps import Period, Periodic, simulate_period
+from thinwire.predict.timeline.local_steps import OneWorker, OwnPace, Period, Periodic, simulate_period
 from thinwire.predict.timeline.machine import ComputeTask, Machine
 from thinwire.predict.timeline.programs import Place, ProgramPart, parts_of
 from thinwire.predict.timeline.result import Event, Timeline, exposed_seconds
@@ -49,14 +49,15 @@ def simulate(
         shared_compute: the method's segments and the CPU time of the exchanges delay forward and backward; False: they
             have a core or a stream of their own.
         optimizer_seconds: time of the whole update; a deferred bucket's share comes before its first layer's forward.
-        slowdown: factor on all compute, or one per rank, of which the largest counts.
+        slowdown: factor on all compute, or one per rank, of which the largest counts; see :func:`computing`.
         steps: number of steps (with phases: of rounds); the last is reported. With 1, nothing was deferred before it.
 
     Raises:
         ValueError: arguments out of range, a plan that does not fit, or a method whose prices do not fit its program.
         LookupError: the costs lack a curve.
     """
-    factor = _slowest(slowdown, topology)
+    factors = _factors(slowdown, topology)
+    factor, paced = max(factors), computing(method, factors)
     check_number("optimizer_seconds", optimizer_seconds, least=0)
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
@@ -65,7 +66,7 @@ def simulate(
     if plan is None:
         plan = plan_of(method, model_profile, backend, topology, costs, side_stream=not shared_compute)
     plan.check(tensor.name for tensor in model_profile.tensors)
-    profile = model_profile if factor == 1 else model_profile.scaled(factor)
+    profile = model_profile if paced == 1 else model_profile.scaled(paced)
     place, phases = Place(topology), len(plan.phases)
     program = method.carrier if isinstance(method, Periodic) else method
     parts = [
@@ -76,7 +77,7 @@ def simulate(
     if isinstance(method, Periodic):
         periods = [
             simulate_period(method, profile, [now for now, _ in phase], shared=shared_compute, streams=streams,
-                            optimizer_seconds=optimizer_seconds * factor)
+                            optimizer_seconds=optimizer_seconds * paced)
             for phase in parts
         ]  # fmt: skip
         return _mean_of(periods, plan, method.every)
@@ -91,7 +92,7 @@ def simulate(
             {now.bucket for now, later in current if later},
             plan.phases[(step - 1) % phases],
             [later for _, later in before if later],
-            optimizer_seconds * factor,
+            optimizer_seconds * paced,
         )
         issued = [now for now, _ in current]
         machine = Machine(tasks, deferred, issued, shared=shared_compute, streams=streams)
@@ -146,13 +147,20 @@ def _mean_of(periods: Sequence[Period], plan: Plan, every: int | None) -> Timeli
     return Timeline(start / steps, exposed / steps, tuple(events), round(sent / steps), plan, every or 1)
 
 
-def _slowest(slowdown: float | Sequence[float], topology: Topology) -> float:
+def computing(method: Method, slowdown: Sequence[float]) -> float:
+    """Return the factor on forward and backward: in step the slowest rank's; the fastest's, if it need not wait."""
+    if isinstance(method, OwnPace):
+        return min(slowdown) * method.stretch
+    return (min if isinstance(method, OneWorker) else max)(slowdown)
+
+
+def _factors(slowdown: float | Sequence[float], topology: Topology) -> list[float]:
     factors = [slowdown] if isinstance(slowdown, (int, float)) else list(slowdown)
     if not isinstance(slowdown, (int, float)) and len(factors) != topology.world_size:
         raise ValueError(f"slowdown has {len(factors)} entries for {topology.world_size} ranks")
     for i, value in enumerate(factors):
         check_number(f"slowdown[{i}]", value, least=0)
-    return float(max(factors))
+    return [float(value) for value in factors]
 
 
 def _slowed(part: ProgramPart, factor: float) -> ProgramPart:

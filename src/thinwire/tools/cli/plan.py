@@ -20,6 +20,9 @@ class PlanVerb(PlanOptions):
     methods: str | None = option(
         None, "Separated by commas, such as acp:rank=4,topk:density=0.01; by default all that are known."
     )
+    speeds: str | None = option(
+        None, "Speeds of the workers beside the fastest, which is the described one, such as 1,1,0.5,0.5."
+    )
     worth: Path | None = option(None, "What a step of each method is worth on your model: a file from thinwire race.")
     lossy: bool = option(True, "Whether lossy methods may be recommended.")
     explain: bool = option(False, "Also show the buckets, and the densities of sparse ones.")
@@ -32,12 +35,14 @@ class PlanVerb(PlanOptions):
     out: Path | None = option(None, "Write the plan to this file: method, buckets, ranking.", writes="file")
 
     def run(self, output: Output) -> Any:
-        alone = ("link", "delay", "costs", "workers", "worth", "profile", "trace", "out", "map", "explain")
+        alone = ("link", "delay", "costs", "workers", "speeds", "worth", "profile", "trace", "out", "map", "explain")
         given = self.given(alone if self.memory else ("shards", "sites", "dtype"))
         if given and self.memory:
             raise ValueError(f"--memory only counts: leave out {given}")
         if given:
             raise ValueError(f"{given}: these belong to --memory")
+        if self.speeds is not None and (given := self.given(("map", "explain"))):
+            raise ValueError(f"--speeds ranks machines that differ: leave out {given}")
         if self.memory:
             from thinwire.tools.cli.plan_memory import show
 

@@ -12,10 +12,11 @@ from typing import Any
 from rich.table import Table
 
 from thinwire.adapters.ddp_buckets import bucket_arguments
+from thinwire.core.methods.registry import label_of
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.records import plain
 from thinwire.core.words import counted, in_milliseconds, megabytes, milliseconds, times, with_steps
-from thinwire.predict.choose import Entry, ExplainedBucket, Map, Ranking, choose, explain, grid, knee, map_of
+from thinwire.predict.choose import Entry, ExplainedBucket, Map, Ranking, explain, grid, knee, map_of
 from thinwire.predict.choose.rank import PAYS
 from thinwire.predict.timeline import write_trace
 from thinwire.predict.timeline.local_steps import Periodic, is_plain
@@ -23,10 +24,12 @@ from thinwire.predict.timeline.simulate import plan_of
 from thinwire.tools.bench.words import WITHOUT_A_METHOD, arguments, attach_line, split_options
 from thinwire.tools.cli.console import Output, plain_table, progress
 from thinwire.tools.cli.plan_inputs import Question
+from thinwire.tools.cli.plan_speeds import at_own_pace, choose_for, rank_speeds
 from thinwire.tools.lab import format_rate
 
 FASTER = tuple(first * 10.0**zeros for zeros in range(6, 11) for first in (1, 2.5, 5))
 """Rates of wires that are looked at where the present one is too slow, in bits per second."""
+_OWN = ("pace", "sync_every", "fragment_sync_delay")  # of rows at their own pace, which the table need not repeat
 _SHOWN = 12  # sizes of DDP's buckets in one line
 
 
@@ -34,12 +37,18 @@ def answer_of(
     question: Question, output: Output, *, lossy: bool, explain: bool, map: bool, trace: Path | None, out: Path | None
 ) -> dict[str, Any]:
     """Rank, print results as they come, write the files. Return what JSON shows."""
-    where = {**question.where, "worth": question.worth}
-    ranking = choose(question.candidates, *question.setting, **where, lossy=lossy)
-    knees = _knees(question, ranking)
-    answer: dict[str, Any] = {"question": question.to_data(), "ranking": ranking.to_data(), "knee": knees}
-    answer["answer"] = first_answer(question, ranking, lossy=lossy)
-    output.say(answer["answer"], ranking_table(question, ranking), *sentences(question, ranking, knees))
+    answer: dict[str, Any] = {"question": question.to_data()}
+    whole, speeds = question, rank_speeds(question, lossy=lossy) if question.speeds else None
+    question, ranking = speeds.used if speeds else (question, choose_for(question, lossy=lossy))
+    knees = {} if speeds else _knees(question, ranking)
+    answer |= {"ranking": ranking.to_data(), "knee": knees}
+    answer["answer"] = first_answer(question, ranking, lossy=lossy, of=whole)
+    output.say(answer["answer"])
+    if speeds:
+        answer["speeds"] = speeds.to_data()
+        output.say(speeds.sentence)
+    sections = speeds.sections if speeds else {"exact": ranking.exact, "lossy": ranking.lossy}
+    output.say(ranking_table(whole, ranking.answer, sections), *sentences(question, ranking, knees))
     if (ddp := ddp_answer(question, ranking)) is not None:
         answer["ddp"] = ddp
         output.say(ddp_sentence(ddp))
@@ -93,19 +102,20 @@ def _write(question: Question, ranking: Ranking, answer: dict[str, Any], trace: 
         out.write_text(json.dumps(plain({**plain(timeline.plan), **chosen, **answer})) + "\n", encoding="utf-8")
 
 
-def ranking_table(question: Question, ranking: Ranking) -> Table:
-    profile, workers = question.profile, ranking.workers
+def ranking_table(question: Question, best: Entry, sections: Mapping[str, Sequence[Entry]]) -> Table:
+    profile, workers = question.profile, question.topology.world_size
     title = f"{profile.name}, {profile.elements / 1e6:.1f} M parameters, {counted(workers, 'worker')}"
     if question.ranks_per_node > 1:
         title += f", {question.ranks_per_node} per machine"
     columns = ("method", "step\nms", "band\nms", "exposed\nms", "MB\n/step", "bound by", "steps", "worth")
-    title = f"{title}, {question.describe_network()}\nworth: times as soon at a loss as one worker alone"
-    best, unknown = ranking.answer, any(entry.steps is None for entry in ranking.entries)
+    speeds = f"speeds {question.told_speeds}; " if question.speeds else ""
+    title = f"{title}, {question.describe_network()}\n{speeds}worth: times as soon at a loss as one worker alone"
+    unknown = any(entry.steps is None for entries in sections.values() for entry in entries)
     table = plain_table(
         title, columns, left=("bound by",), close=True,
         caption="?: how many steps it needs is not known, so it is not recommended" if unknown else "",
     )  # fmt: skip
-    for name, entries in (("exact", ranking.exact), ("lossy", ranking.lossy)):
+    for name, entries in sections.items():
         if entries:
             table.add_section()
             table.add_row(f"[dim]{name}[/dim]")
@@ -115,8 +125,11 @@ def ranking_table(question: Question, ranking: Ranking) -> Table:
 
 
 def _cells(entry: Entry) -> list[str]:
+    name, options = split_options(entry.label)
+    own = label_of(name, {key: told for key, told in options.items() if key not in _OWN})
+    label = own if at_own_pace(entry) else entry.label
     return [
-        entry.label if entry.every == 1 else f"{entry.label} /{entry.every}",
+        label if entry.every == 1 else f"{label} /{entry.every}",
         in_milliseconds(entry.step_seconds),
         f"{in_milliseconds(entry.low_seconds)}-{in_milliseconds(entry.high_seconds)}",
         in_milliseconds(entry.exposed_seconds),
@@ -127,26 +140,28 @@ def _cells(entry: Entry) -> list[str]:
     ]
 
 
-def first_answer(question: Question, ranking: Ranking, *, lossy: bool) -> str:
-    """One line: what to use, and what all workers are worth then, beside DDP; or what is missing."""
+def first_answer(question: Question, ranking: Ranking, *, lossy: bool, of: Question) -> str:
+    """One line: what to use, and what workers are worth then, beside DDP; or what is missing. ``of``: all workers."""
     if ranking.workers == 1:
         return "one worker: nothing is sent, so no method can help"
     best, ddp = ranking.answer, max(entry.worth or 0.0 for entry in ranking.exact if entry.method == SSGD.name)
     kinds = {"network": question.network_provenance, question.device.name: question.profile.provenance}
     assumed = " and ".join(kind for kind, how in kinds.items() if how == "assumed")
     ground = f"predicted for an assumed {assumed}" if assumed else "predicted from what was measured"
-    machines = counted(ranking.workers, "worker")
+    machines, few = counted(ranking.workers, "worker"), ranking.workers < of.topology.world_size
+    if question.speeds:
+        machines = f"the {ranking.workers} fastest" if few else f"{machines} of speeds {question.told_speeds}"
     if _kind(best) == "alone":
         methods = [entry for entry in ranking.entries if _kind(entry) != "alone"]
         most = max(methods, key=lambda entry: entry.worth or 0.0)
         said = f"{machines} are worth {times(most.worth or 0.0)} of one here with {_named(most)}"
-        return f"use one worker alone{_faster(question, lossy)}: {said} (DDP: {times(ddp)}), {ground}"
+        wire = "" if question.speeds else _faster(question, lossy)
+        return f"use one worker alone{wire}: {said} (DDP: {times(ddp)}), {ground}"
     beside = "" if best.exact else f" (DDP: {times(ddp)})"
-    race = "; race it" if question.worth is None and not best.exact else ""
-    return (
-        f"use {_named(best)}: {machines} reach the loss {times(best.worth or 1.0)} times as soon as one alone{beside}, "
-        f"{ground}{race}"
-    )
+    race = "" if question.worth or best.exact or at_own_pace(best) else "; race it"
+    on, machines = (f" on {machines} alone", "they") if few else ("", machines)
+    soon = f"{machines} reach the loss {times(best.worth or 1.0)} times as soon as one alone"
+    return f"use {_named(best)}{on}: {soon}{beside}, {ground}{race}"
 
 
 def _kind(entry: Entry) -> str:
@@ -201,7 +216,8 @@ def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | No
         said.append("to measure: thinwire probe on the machines, thinwire profile of the model")
     said += [f"left out: {label}: {reason}" for label, reason in ranking.left_out]
     plain = WITHOUT_A_METHOD.get(_kind(best))
-    said.append(f"next: {plain[1] if plain else attach_line(*split_options(best.label))}")
+    loop = "; and take the loop's steps from sync.steps(total)" if at_own_pace(best) else ""
+    said.append(f"next: {plain[1] if plain else attach_line(*split_options(best.label))}{loop}")
     return said
 
 

@@ -13,9 +13,10 @@ from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.profiles import BUILTIN, ModelProfile, builtin
 from thinwire.core.pricing.wire_model import carried
 from thinwire.core.program import Method, Topology
+from thinwire.core.words import counted
 from thinwire.engine.local.settings import CANDIDATES
 from thinwire.predict.choose import DEVICES, DeviceSpec, resolved
-from thinwire.predict.choose.worth import WorthOf, read_worth
+from thinwire.predict.choose.worth import WorthOf, between, read_worth, shipped
 from thinwire.predict.measure.machine import usable_cores
 from thinwire.predict.timeline import Timeline, simulate
 from thinwire.tools.bench.rows import parse_rows, priced
@@ -35,7 +36,8 @@ class Question:
     """What determines an answer. Both dense forms are among ``candidates``; ``named``: labels of the user's.
 
     With ``network``, exchanges of ``measured`` replace the assumed network. ``worth`` None: the table in the package.
-    ``load``: of this machine, if the model was measured now.
+    ``load``: of this machine, if the model was measured now. ``speeds``: of the workers, the fastest, 1, first;
+    (): all are as fast.
     """
 
     profile: ModelProfile
@@ -53,19 +55,29 @@ class Question:
     network: bool
     worth: WorthOf | None = None
     load: Mapping[str, Any] | None = None
+    speeds: tuple[float, ...] = ()
 
     @property
     def where(self) -> dict[str, Any]:
-        """How methods run on this device: arguments of ``choose``, ``knee`` and ``simulate``."""
-        return {"backend": self.device.backend, "shared_compute": self.device.shared_compute}
+        """How methods run on these devices: arguments of ``choose`` and ``simulate``; without speeds, of ``knee``."""
+        slowdown = {"slowdown": [1 / speed for speed in self.speeds]} if self.speeds else {}
+        return {"backend": self.device.backend, "shared_compute": self.device.shared_compute, **slowdown}
+
+    @property
+    def worth_of(self) -> WorthOf | None:
+        return between(self.worth or shipped()) if self.speeds else self.worth
 
     @property
     def setting(self) -> tuple[ModelProfile, Topology, Costs]:
         return self.profile, self.topology, self.prices(self.topology)
 
+    @property
+    def told_speeds(self) -> str:
+        return ", ".join(f"{speed:g}" for speed in self.speeds)
+
     def resolved(self, method: Method) -> Method:
         """Return a method with what it chooses itself in this setting."""
-        return resolved(method, *self.setting, worth=self.worth, **self.where)
+        return resolved(method, *self.setting, worth=self.worth_of, **self.where)
 
     def simulated(self, method: Method) -> Timeline:
         """Return a step, or a period, of a method as it is resolved for this setting."""
@@ -117,6 +129,7 @@ class Question:
             "network": self.network_provenance,
             **{name: None if self.network else getattr(self, name) for name in assumed},
             **({} if self.load is None else {"load": self.load}),
+            **({"speeds": self.speeds} if self.speeds else {}),
         }
 
 
@@ -137,7 +150,9 @@ def read_question(asked: PlanOptions) -> Question:
     if network and not known:
         raise ValueError(f"{asked.costs} contains no exchange between ranks: probe at least two, or give --link")
     workers, ranks_per_node = asked.workers, asked.ranks_per_node
-    if workers is None:
+    if workers is None and asked.speeds is not None:
+        workers = len(asked.speeds.split(","))
+    elif workers is None:
         workers = max((members for _, scope, members in known if scope == "world"), default=16)
     if ranks_per_node is None:
         ranks_per_node = max((members for _, scope, members in known if scope == "node"), default=1)
@@ -152,7 +167,22 @@ def read_question(asked: PlanOptions) -> Question:
     return Question(
         model, candidates, named, Topology(workers, ranks_per_node), ranks_per_node, assumed, float(bits),
         min(seconds, _START_SECONDS), far, lost, asked.congestion == "bbr", measured, network, worth, load,
+        () if asked.speeds is None else read_speeds(asked.speeds, workers, ranks_per_node),
     )  # fmt: skip
+
+
+def read_speeds(text: str, workers: int, ranks_per_node: int) -> tuple[float, ...]:
+    """Return the speeds of all workers, the fastest first."""
+    try:
+        speeds = [float(word) for word in text.split(",")]
+    except ValueError:
+        speeds = []
+    if len(speeds) != workers or not all(0 < speed <= 1 for speed in speeds) or 1 not in speeds:
+        wanted = f"{counted(workers, 'speed')} above 0, of which the fastest is 1"
+        raise ValueError(f"--speeds {text!r}: give {wanted}: for four workers such as 1,1,0.5,0.5")
+    if any(len({*speeds[i : i + ranks_per_node]}) > 1 for i in range(0, workers, ranks_per_node)):
+        raise ValueError(f"--speeds {text!r}: the {ranks_per_node} ranks of a machine must have the same speed")
+    return tuple(sorted(speeds, reverse=True)) if min(speeds) < 1 else ()
 
 
 def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tuple[str, ...]]:

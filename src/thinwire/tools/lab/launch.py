@@ -23,15 +23,7 @@ from thinwire.tools.lab.ranks import (
     rank_environment,
     usable_cores,
 )
-from thinwire.tools.lab.supervise import (
-    DeferredSignals,
-    FaultTimeline,
-    Happening,
-    RankFault,
-    SlowRanks,
-    check_faults,
-    supervise,
-)
+from thinwire.tools.lab.supervise import DeferredSignals, FaultTimeline, Happening, RankFault, check_faults, supervise
 
 _DEFAULT_PORT = 29500  # in a new namespace every port is free
 _RANK_BYTES = 200 << 20  # of a process that has imported torch
@@ -90,7 +82,7 @@ def run(
             print(f"note: {cluster.workers} ranks: this machine's memory holds about {most} that import torch; "
                   "so many take minutes to start", file=sys.stderr, flush=True)  # fmt: skip
         mode, reason = find_mode()
-        check_faults(faults, cluster, emulated=mode != "loopback", slow=slow)
+        check_faults(faults, cluster, slow or {}, emulated=mode != "loopback")
         network: Network | None = None
         if mode == "loopback":
             note = f"ranks on plain loopback, links not emulated: neither root nor a user namespace here ({reason})"
@@ -114,8 +106,7 @@ def run(
             network.carry(rank // cluster.ranks_per_node, carries)
 
         with RankProcesses(heard) as ranks:
-            timeline = FaultTimeline(faults, ranks, carry, on_fault or _tell)
-            slowed = SlowRanks(slow or {}, ranks)
+            timeline = FaultTimeline(faults, ranks, carry, on_fault or _tell, slow or {})
             for rank in range(cluster.workers):
                 if signals.received is not None:
                     break
@@ -128,9 +119,7 @@ def run(
                 ranks.start(line, variables)
             if faults_begin is None:
                 timeline.began = time.monotonic()
-            code = supervise(
-                ranks, signals, timeline, slowed, grace_seconds=grace_seconds, timeout_seconds=timeout_seconds
-            )
+            code = supervise(ranks, signals, timeline, grace_seconds=grace_seconds, timeout_seconds=timeout_seconds)
         seconds = time.monotonic() - began
         nothing = (0,) * cluster.nodes
         packets = network.packets() if network is not None else None
@@ -140,7 +129,7 @@ def run(
     if timeline.left:
         print(f"note: the run ended before rank {timeline.left[0].rank} was {timeline.left[0].what} at "
               f"{timeline.left[0].seconds:g} s", file=sys.stderr, flush=True)  # fmt: skip
-    happened, stood = tuple(timeline.happened), slowed.stopped_shares
+    happened, stood = tuple(timeline.happened), timeline.slow.stopped_shares
     return LabResult(code, codes, seconds, network is not None, note, sent, received, control, happened, packets, stood)
 
 

@@ -94,16 +94,14 @@ def _time(part: str, option: str, text: str, example: str) -> float:
     return seconds
 
 
-def check_faults(
-    faults: Sequence[RankFault], cluster: Cluster, *, emulated: bool, slow: Mapping[int, float] | None = None
-) -> None:
+def check_faults(faults: Sequence[RankFault], cluster: Cluster, slow: Mapping[int, float], *, emulated: bool) -> None:
     """Raise `LabError` unless the faults fit the cluster and each other; ``slow``: see :class:`SlowRanks`."""
-    for rank, factor in (slow or {}).items():
+    for rank, factor in slow.items():
         if not (0 <= rank < cluster.workers and 1 <= factor < math.inf):
             raise LabError(f"--slow {rank}:{factor:g} needs a rank of 0 to {cluster.workers - 1}, and at least 1 times")
     by_victim: dict[tuple[bool, int], list[RankFault]] = {}
     for fault in faults:
-        if fault.kind == "stop" and fault.rank in (slow or {}):
+        if fault.kind == "stop" and fault.rank in slow:
             raise LabError(f"--stop and --slow both stop rank {fault.rank}: leave out one of them")
         if not 0 <= fault.rank < cluster.workers:
             raise LabError(
@@ -134,7 +132,6 @@ def supervise(
     ranks: RankProcesses,
     signals: DeferredSignals,
     timeline: FaultTimeline,
-    slow: SlowRanks,
     *,
     grace_seconds: float,
     timeout_seconds: float | None,
@@ -150,9 +147,9 @@ def supervise(
     by_itself: list[int | None] = []
     timed_out = terminated = False
     while ranks.running or (timeline.all_dead_for_now and not terminated):
-        ranks.step(slow.tick_seconds)
+        ranks.step(timeline.slow.tick_seconds)
         now = time.monotonic()
-        slow.until(now)
+        timeline.slow.until(now)
         if not terminated:
             timeline.until(now)
         if any(timeline.unasked(ranks.exit_codes)):
@@ -214,7 +211,7 @@ class SlowRanks:
         self.tick_seconds = _PAUSE_SECONDS / 4 if factors else _TICK_SECONDS
         self._factors, self._ranks = factors, ranks
         self._stands = dict.fromkeys(factors, False)
-        self._seconds = {rank: {False: 0.0, True: 0.0} for rank in factors}  # that it ran, and that it stood still
+        self._seconds = {rank: [0.0, 0.0] for rank in factors}  # that it ran, and that it stood still
         self._before = time.monotonic()
 
     def until(self, now: float) -> None:
@@ -225,7 +222,7 @@ class SlowRanks:
                 continue
             stands, seconds = self._stands[rank], self._seconds[rank]
             seconds[stands] += passed
-            owed = seconds[False] * (factor - 1) - seconds[True]
+            owed = seconds[0] * (factor - 1) - seconds[1]
             if owed <= 0 if stands else owed >= _PAUSE_SECONDS:
                 self._stands[rank] = not stands
                 self._ranks.signal(signal.SIGCONT if stands else signal.SIGSTOP, rank)
@@ -233,7 +230,7 @@ class SlowRanks:
     @property
     def stopped_shares(self) -> dict[int, float]:
         """The share of its life that each of them stood still."""
-        return {rank: x[True] / max(1e-9, x[False] + x[True]) for rank, x in self._seconds.items()}
+        return {rank: stood / max(1e-9, ran + stood) for rank, (ran, stood) in self._seconds.items()}
 
 
 class FaultTimeline:
@@ -245,7 +242,9 @@ class FaultTimeline:
         ranks: RankProcesses,
         carry: Callable[[int, bool], None],
         tell: Callable[[Happening], None],
+        slow: Mapping[int, float],
     ) -> None:
+        self.slow = SlowRanks(slow, ranks)
         self.began: float | None = None
         self.happened: list[Happening] = []
         self.left = happenings(faults)
