@@ -1,5 +1,6 @@
 """Own pace: on a slower machine a period has fewer steps. Each rank's clock is a fake one, so that speeds are exact."""
 
+import contextlib
 import copy
 import itertools
 
@@ -10,6 +11,7 @@ import torch
 import thinwire as tw
 from spawned import run
 from thinwire.core.program import Topology
+from thinwire.engine.local import pace as pace_module
 from thinwire.engine.local.pace import Pace
 from thinwire.engine.local.settings import local_settings
 from thinwire.engine.local.travel import LocalRanks
@@ -29,7 +31,10 @@ def pace_of(rank, ranks=4, **options):
 
 
 def told(pace, speeds):
-    pace._received = torch.tensor([[speed, 1.0] for speed in speeds], dtype=torch.float64)
+    message = pace.send()
+    next(message)
+    with contextlib.suppress(StopIteration):
+        message.send(torch.tensor([[speed, 1.0] for speed in speeds], dtype=torch.float64))
     pace.merge()
     pace.begin_period(8)
     return pace.quota
@@ -56,9 +61,9 @@ def test_a_period_that_is_too_short_for_a_rank_is_told_once(caplog):
     ]
 
 
-def test_a_new_speed_counts_from_its_second_round_and_one_long_round_does_not():
+def test_a_new_speed_counts_from_its_second_round_and_one_long_round_does_not(monkeypatch):
     pace, now = pace_of(0, 2), 0.0
-    pace.clock = lambda: now
+    monkeypatch.setattr(pace_module, "clock", lambda: now)
     sent = []
     for seconds in (1, 1, 1, 9, 1, 1, 4, 4, 4):
         for _ in range(3):
@@ -69,12 +74,18 @@ def test_a_new_speed_counts_from_its_second_round_and_one_long_round_does_not():
     assert sent == [1, 1, 1, 1, 1, 1, 1, 4, 4]
 
 
-def _ticking(seconds):
-    ticks = itertools.count()
-    return lambda: seconds * next(ticks)
+@contextlib.contextmanager
+def _steps_take(seconds):
+    """What a rank measures of its steps."""
+    ticks, real = itertools.count(), pace_module.clock
+    pace_module.clock = lambda: seconds * next(ticks)
+    try:
+        yield
+    finally:
+        pace_module.clock = real
 
 
-def _run(rank, options, seconds, total=TOTAL, at=None):
+def _run(rank, options, total=TOTAL, at=None):
     """Train, with ``at``: half of it, then from a checkpoint in new objects. Return steps seen, and the weights."""
     seen = []
 
@@ -87,7 +98,6 @@ def _run(rank, options, seconds, total=TOTAL, at=None):
             net.load_state_dict(state["net"])
             optimizer.load_state_dict(state["optimizer"])
             sync.load_state_dict(state["sync"])
-        sync._rounds.pace.clock = _ticking(seconds[rank])
         return net, optimizer, sync
 
     net, optimizer, sync = made()
@@ -112,8 +122,9 @@ def _run(rank, options, seconds, total=TOTAL, at=None):
 
 def _together(rank, size):
     seconds = [1.0, 2.0, 1.05]
-    found = {name: _run(rank, options, seconds) for name, options in SETTINGS.items()}
-    return found, _run(rank, SETTINGS["fragments, late"], seconds, at=9)
+    with _steps_take(seconds[rank]):
+        found = {name: _run(rank, options) for name, options in SETTINGS.items()}
+        return found, _run(rank, SETTINGS["fragments, late"], at=9)
 
 
 @pytest.fixture(scope="module")
@@ -162,14 +173,13 @@ def _equal(rank, size):
         net = cases.model()
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         with tw.attach(net, optimizer, "local", sync_every=4, codec="int2", **options) as sync:
-            if sync._rounds.pace is not None:
-                sync._rounds.pace.clock = _ticking(1.0 + 0.05 * rank)
             for step in sync.steps(20):
                 cases.down(cases.loss_of(net, rank, step), optimizer)
             sync.finish()
             return cases.weights(net), sync.stats().bytes_sent
 
-    return trained(), trained(pace="own")
+    with _steps_take(1.0 + 0.05 * rank):
+        return trained(), trained(pace="own")
 
 
 def test_equal_machines_have_the_same_bits():
@@ -182,8 +192,7 @@ def _machines(rank, size):
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     options = {"sync_every": 4, "inside": "ssgd", "topology": tw.Topology(4, 2)}
-    with tw.attach(net, optimizer, "local", pace="own", **options) as sync:
-        sync._rounds.pace.clock = _ticking([1, 1, 1, 4][rank])
+    with _steps_take([1, 1, 1, 4][rank]), tw.attach(net, optimizer, "local", pace="own", **options) as sync:
         seen = []
         for step in sync.steps(12):
             seen.append(step)
@@ -203,10 +212,9 @@ def test_a_machine_keeps_the_pace_of_its_slowest_rank():
 def _without_steps(rank, size):
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    with tw.attach(net, optimizer, "local", sync_every=4, pace="own") as sync:
+    with _steps_take(1.0), tw.attach(net, optimizer, "local", sync_every=4, pace="own") as sync:
         assert sync.progress == 0
         said = cases.said(lambda: cases.walk(net, optimizer, rank, 0, 1))
-        sync._rounds.pace.clock = _ticking(1.0)
         at = []
         for step in sync.steps(8):
             at.append((step, sync.in_step, cases.said(sync.state_dict)))
@@ -225,8 +233,7 @@ def test_the_loop_has_to_take_its_steps_from_it():
 def _totals(rank, size):
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    with tw.attach(net, optimizer, "local", sync_every=4, pace="own") as sync:
-        sync._rounds.pace.clock = _ticking([1.0, 3.0][rank])
+    with _steps_take([1.0, 3.0][rank]), tw.attach(net, optimizer, "local", sync_every=4, pace="own") as sync:
         said = cases.said(lambda: sync.steps(20 + rank))
         for step in sync.steps(22):
             cases.walk(net, optimizer, rank, step, step + 1)

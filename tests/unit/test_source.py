@@ -57,11 +57,14 @@ def attributes(node: ast.ClassDef) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("handle", [thinwire.GradientSync, thinwire.LocalSync, ReplicaSync, DDPSync])
-def test_a_handle_shows_its_users_few_names(handle):
+@pytest.mark.parametrize(
+    ("handle", "more"),
+    [(thinwire.GradientSync, 1), (thinwire.LocalSync, 4), (ReplicaSync, 0), (DDPSync, 0)],  # join; and own pace's three
+)
+def test_a_handle_shows_its_users_few_names(handle, more):
     set_on_self = attributes(ast.parse(inspect.getsource(handle)).body[0])
     names = {name for name in {*dir(handle), *set_on_self} if not name.startswith("_")}
-    assert len(names) <= MOST, sorted(names)
+    assert len(names) <= MOST + more, sorted(names)
 
 
 # Of other libraries; what is tested beside them has no other way in.

@@ -27,6 +27,7 @@ from thinwire.core.pricing.periods import own_steps
 from thinwire.core.program import AllGather, Program, Topology
 
 logger = logging.getLogger("thinwire")
+clock = time.perf_counter
 _SHORT = 0.75
 """Of a step in a period: with fewer, others wait for this rank."""
 _ROUNDS = 3
@@ -56,7 +57,6 @@ class Pace:
     ) -> None:
         self._rank, self._topology, self._together, self.own = rank, topology, together, own
         self._device, self._least = device, least
-        self.clock = time.perf_counter
         self._left: float | None = None
         self._steps: list[float] = []  # seconds of those since the last message
         self._rounds = deque[float](maxlen=_ROUNDS)  # median seconds of a step, of the last rounds
@@ -97,11 +97,11 @@ class Pace:
         if self._device.type == "cuda" and self._made + 1 >= self.quota:  # the round waits for what is queued
             torch.cuda.synchronize(self._device)
         if self._left is not None:
-            self._steps.append(self.clock() - self._left)
+            self._steps.append(clock() - self._left)
 
     def left(self) -> None:
         """Note that the next step begins."""
-        self._left = self.clock()
+        self._left = clock()
 
     @property
     def factor(self) -> float:
