@@ -136,7 +136,7 @@ def table(name: str) -> str:
     return "\n".join(lines)
 
 
-def picture(one: dict[str, Any]) -> Picture:
+def panel(one: dict[str, Any]) -> Panel:
     """Final loss against megabytes a step; DDP and one worker alone as lines."""
     exact, workers = 8e-6 * one["elements"], one["track"]["workers"]
     exact *= (workers - 1) / workers
@@ -159,21 +159,27 @@ def picture(one: dict[str, Any]) -> Picture:
     series = []
     for family, points in families.items():
         x, y, every = zip(*sorted(points, reverse=True))
-        said = f"{family}, every {', '.join(every)}" if every[0] else family
-        series.append(Series(said, x, y, "line" if len(x) > 1 else "points"))
+        said = f"every {', '.join(every)}" if every[0] else ""
+        series.append(
+            Series(family, x, y, "line" if len(x) > 1 else "points", said=said)
+        )
     losses = [finals(one, label) for label in one["rows"]]
-    title = f"GPT of {one['elements'] / 1e6:.1f} million parameters, {workers} workers, {one['track']['steps']:,} steps"
-    panel = Panel(
-        "MB sent per step",
+    return Panel(
+        f"MB sent per step; {workers} workers, {one['elements'] / 1e6:.2g} million parameters",
         "final held-out loss",
         tuple(series),
         levels=tuple(levels),
         y_range=(min(losses) - 0.02, max(losses) + 0.03),  # room for a level's words
         log_x=True,
     )
-    return Picture(title, (panel,))
+
+
+def picture() -> Picture:
+    """A panel for each number of workers."""
+    shown = [one for one in whole() if kind(one) in ("usual", "workers", "eight")]
+    return Picture("GPTs, whole runs of 1,504 steps", tuple(map(panel, shown)))
 
 
 if __name__ == "__main__":
-    write_picture(picture(whole()[0]), PICTURE)
+    write_picture(picture(), PICTURE)
     print(f"written: {PICTURE}")
