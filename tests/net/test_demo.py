@@ -30,6 +30,7 @@ def test_what_it_says_is_what_it_measured(tmp_path):
         assert "no gain over DDP" in done.stdout
 
 
+@pytest.mark.slow  # two labs, whose ranks have a core each: minutes beside much else
 def test_the_notebook_shows_less_sent_and_as_low_a_loss(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cells = json.loads((Path(__file__).parents[2] / "examples" / "first_run.ipynb").read_text())["cells"]
