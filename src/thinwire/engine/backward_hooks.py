@@ -322,9 +322,9 @@ class BackwardHooks:
             session.state.held = frozenset(m.name for m in buckets.managed if not m.parameter.requires_grad)
         self._schedule.begin()  # may raise
         step = buckets.begin(self.expected, time.perf_counter())
-        if self._sends_buffers():
+        if (buffers_sent := self._sent_buffers()) is not None:
             try:
-                self.buffers.send()  # type: ignore[union-attr]
+                buffers_sent.send()
             except RuntimeError as error:
                 self._failed(error)
                 return
@@ -332,9 +332,11 @@ class BackwardHooks:
             if not left:  # no gradient is expected: the bucket has only what earlier passes accumulated
                 buckets.ready(index)
 
-    def _sends_buffers(self) -> bool:
-        """Whether all ranks get rank 0's buffers in this step: not if it has no data any more."""
-        return self.buffers is not None and not self.buffers.idle and (self.going is None or 0 in self.going.ranks)
+    def _sent_buffers(self) -> Buffers | None:
+        """Return what gives all ranks rank 0's buffers in this step; None: none change, or it has no data any more."""
+        if self.buffers is None or self.buffers.idle:
+            return None
+        return self.buffers if self.going is None or 0 in self.going.ranks else None
 
     def finish(self, *, observed: bool = True) -> None:
         """End the backward: launch what is left, wait, deliver, commit. ``observed``: its order of arrival counts."""
@@ -374,8 +376,8 @@ class BackwardHooks:
         session.finish()
         if comm.order is not None:
             comm.check_order(session.state.step)
-        if self._sends_buffers():
-            self.buffers.receive()  # type: ignore[union-attr]
+        if (buffers_sent := self._sent_buffers()) is not None:
+            buffers_sent.receive()
         self._schedule.deliver()
         if self._factor != 1:
             self._schedule.multiply(self._factor)
