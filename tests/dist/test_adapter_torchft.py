@@ -249,8 +249,7 @@ def test_the_rounds_of_the_page(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.parametrize("method", [*METHODS])
+@pytest.mark.parametrize(("method", "size"), [*((method, 3) for method in METHODS), ("acp", 4), ("local", 4)])
 def test_random_deaths(tmp_path, method, size):
     """Eight kills and four stops, any time; never the last one that knows the weights."""
     draw = random.Random(f"{method} {size}")

@@ -119,5 +119,5 @@ def test_survivors_end_with_one_sentence(how):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_survivors_end_with_one_sentence_a_hundred_times(how):
-    assert _trials(20 * len(METHODS), how, 2) == []
+def test_survivors_end_with_one_sentence_many_times(how):
+    assert _trials(10 * len(METHODS), how, 2) == []
