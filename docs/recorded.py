@@ -900,6 +900,30 @@ def device_rates(data: Any) -> Iterator[Row]:
         )
 
 
+def members(data: Any) -> Iterator[Row]:
+    """Members of a server: one of half the speed and one killed, then many kills and stops."""
+    run, faults = data["run"], data["faults"]
+    seconds, target = run["all in step"]["points"][-1]
+    there = reached(run["own pace"]["points"], target)
+    yield claim(
+        "own pace / all in step, seconds to the last loss of the latter",
+        math.inf if there is None else there / seconds,
+        at_most=1.0,
+    )
+    for name in ("own pace", "all in step"):
+        yield claim(f"{name}, held-out loss at the end", run[name]["points"][-1][1])
+    calm = faults["undisturbed"]["loss"]
+    for name in ("kills", "stops"):
+        one = faults[name]
+        what = f"{one[name]} {name} of members"
+        yield claim(f"{what}, loss / undisturbed", one["loss"] / calm, at_most=1.03)
+        yield claim(
+            f"{what}, longest wait of one that was let alone, s",
+            one["longest_wait"],
+            at_most=1.2,
+        )
+
+
 ON_A_GPU = "thinwire bench --device cuda --model chargpt:layers=8:width=512:heads=8:block=256:batch=16"
 ON_A_CARD = "python benchmarks/gpu/all.py"
 SOURCES = {
@@ -930,6 +954,9 @@ SOURCES = {
         "python benchmarks/other_models.py", "race.md", other_models
     ),
     "uneven": Source("python benchmarks/uneven.py", "parameter_server.md", uneven),
+    "members": Source(
+        "python benchmarks/members.py faults", "parameter_server.md", members
+    ),
     "slow_rank": Source(
         "python benchmarks/slow_rank.py", "parameter_server.md", slow_rank
     ),

@@ -36,8 +36,7 @@ from thinwire.systems.parameter_server.errors import NodeRefused, ServerLost
 from thinwire.systems.parameter_server.layout import LayoutMismatch
 from thinwire.systems.parameter_server.messages import Enter, Fence, Hello, Stop, Welcome, decode, encode
 from thinwire.systems.parameter_server.node import reach
-from thinwire.systems.parameter_server.presets import bsp, diloco, inhad
-from thinwire.systems.parameter_server.settings import LocalSteps
+from thinwire.systems.parameter_server.presets import bsp, inhad
 
 pytestmark = pytest.mark.dist
 
@@ -53,15 +52,12 @@ def test_s_0_is_synchronous_sgd_bit_for_bit():
 SETTINGS = {
     "inhad": inhad(2, start_nodes=2),
     "topk": inhad(2, start_nodes=2, compress_up="topk", compress_down="topk", density=0.2),
-    "diloco": diloco(4, start_nodes=2, local_update=LocalSteps(4, "sgd", 0.05)),
 }
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_every_setting_trains(settings):
-    push = settings.transfer == "push" and settings.local_update.steps > 1
-    outer = sgd(lr=0.5) if push else sgd(lr=0.1)
-    cluster = Cluster(settings, 2, 2, delays=[0.002, 0.008], outer=outer, updates=60)
+    cluster = Cluster(settings, 2, 2, delays=[0.002, 0.008], outer=sgd(lr=0.1), updates=60)
     before = held_out(model())
     status = cluster.join()
     after = held_out(cluster.model)
@@ -145,7 +141,7 @@ def test_a_lost_server_ends_node_and_workers_with_a_sentence(monkeypatch):
     wait_until(lambda: cluster.version >= 5)
     monkeypatch.setattr(actor_module, "time", impatient())
     cluster.kill()
-    with pytest.raises(ServerLost, match="leases"):
+    with pytest.raises(ServerLost, match=r"no server at .* for 60 s"):
         cluster.join()
 
 

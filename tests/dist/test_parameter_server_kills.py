@@ -52,7 +52,7 @@ def lead(port, number, dies=False):
 
     if dies:
         node_module.Leader = Dying
-    node = Node(f"127.0.0.1:{port}", number, 1, leases=10.0)
+    node = Node(f"127.0.0.1:{port}", number, 1, patience=100.0)
     Worker(model(), *part_of(number, 0, 0.02), node, 0).run()
     node.wait(5)
 

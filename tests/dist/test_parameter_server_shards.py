@@ -38,7 +38,6 @@ from thinwire.systems.parameter_server.layout import slices
 from thinwire.systems.parameter_server.node import Uplink
 from thinwire.systems.parameter_server.outer import fingerprint
 from thinwire.systems.parameter_server.presets import asp, bsp, fedbuff, inhad
-from thinwire.systems.parameter_server.settings import LocalSteps
 from thinwire.systems.parameter_server.shard import WeightSlice
 
 pytestmark = pytest.mark.dist
@@ -84,7 +83,7 @@ def test_shards_change_no_bit_and_each_carries_its_part_of_the_bytes(monkeypatch
     assert not any(held(cluster))
 
 
-DROPPING = fedbuff(3, 0, start_nodes=2, local_update=LocalSteps(1, "sgd", 0.05))
+DROPPING = fedbuff(3, 0, start_nodes=2, sync_every=None)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +95,7 @@ DROPPING = fedbuff(3, 0, start_nodes=2, local_update=LocalSteps(1, "sgd", 0.05))
     ],
 )  # fmt: skip
 def test_every_way_of_sending_trains_with_shards_and_nothing_stays_behind(settings):
-    outer = sgd(lr=1.0) if settings is DROPPING else sgd(lr=0.2)
+    outer = sgd(lr=0.05) if settings is DROPPING else sgd(lr=0.2)
     cluster = Cluster(settings, 2, 2, shards=2, delays=[0.002, 0.008], outer=outer, updates=30)
     before = held_out(model())
     status = cluster.join()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from parameter_cluster import Cluster, flat, model, part_of, sgd, started, synchronous, wait_until
 
+import thinwire as tw
 from spawned import free_port
 from thinwire.core.errors import NotAdmitted, PairError
 from thinwire.core.tls import Credentials
@@ -18,6 +19,7 @@ from thinwire.systems.link.listener import Caller, connect
 from thinwire.systems.parameter_server import Node, NodeRefused, Service, Shard, ShardRefused, Worker, run, serve
 from thinwire.systems.parameter_server.messages import Ticket, encode
 from thinwire.systems.parameter_server.presets import bsp
+from thinwire.tools.bench.models.registry import build_model
 
 pytestmark = pytest.mark.dist
 SECRET = "a secret of this training"
@@ -142,3 +144,33 @@ def test_by_the_command_line_each_in_its_own_process(keys):
     assert ended[0][1].startswith(f"node 0, for the server at localhost:{port}; waits up to a minute for it\n")
     assert ended[1][1].startswith(f"shard 0, for the server at 127.0.0.1:{port}; waits up to a minute for it\n")
     assert [found[0]["end"], found[1]["version"], found[2]["version"]] == ["training has ended", 4, 4]
+
+
+def test_local_steps_by_the_command_line_and_from_a_loop_of_ones_own(keys):
+    """What the page shows: a server with a quorum; here one member is a command, and one a loop."""
+    ours, port = keys / "ours", free_port()
+    words = ["server", "--model", "digits", "--settings", "local:quorum=2:sync_every=4:codec=int2", "--updates", "40",
+             "--nodes", "2", "--port", str(port), "--keys", str(ours / "server"), "--json"]  # fmt: skip
+    node = ["node", "--server", f"localhost:{port}", "--model", "digits", "--node", "0", "--keys", str(ours / "node0")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop(VARIABLE, None)
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for each in (words, [*node, "--json"]):
+            started = subprocess.Popen([*THINWIRE, *each], env=environment, stdout=subprocess.PIPE, text=True)
+            stack.callback(started.wait)
+            stack.callback(started.kill)
+            processes.append(started)
+        workload = build_model("digits", 0)
+        before = workload.held_out_loss()
+        optimizer = workload.optimizer(workload.model)
+        options = {"server": f"localhost:{port}", "keys": ours / "node1", "node": 1}
+        with tw.attach(workload.model, optimizer, "local", **options) as sync:
+            for step in sync.steps():
+                workload.loss(workload.model, step, 1).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        served, joined = [json.loads(one.communicate(timeout=200)[0]) for one in processes]
+    assert [served["version"], served["gradients"] >= 70, joined["submissions"]] == [40, True, 40]
+    assert (served["counters"]["joined"], served["loss"], sync.rounds) == (2, None, 40)
+    assert workload.held_out_loss() < 0.5 * before

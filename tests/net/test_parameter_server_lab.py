@@ -26,6 +26,19 @@ def test_a_slow_node_and_a_killed_one_do_not_end_the_training(tmp_path):
     assert again["hash"] == result["weights"]
 
 
+def test_local_steps_go_on_past_a_slow_node_and_a_killed_one(tmp_path):
+    words = ["--model", "digits", "--nodes", "3", "--slow", "2:4", "--kill", "1:5", "--pace", "0.02"]
+    words += ["--link", "100mbit", "--updates", "150", "--evaluate-every", "10", "--journal", str(tmp_path / "j")]
+    result = ps("run", *words, "--settings", "local:sync_every=8:codec=int2")
+    status, losses = result["status"], [loss for *_, loss in result["losses"]]
+    assert (status["version"], status["counters"]["joined"], status["loss"]) == (150, 4, None)
+    assert status["gradients"] > 300
+    assert losses[-1] < 0.5 * losses[0]
+    assert [what for *_, what in result["happened"]] == ["killed", "restarted"] or len(result["happened"]) == 2
+    refused = call("ps", "replay", tmp_path / "j", code=1)
+    assert "is of local steps" in refused.output
+
+
 def test_bytes_on_the_wire_are_those_that_are_counted():
     words = ["--model", "mlp:width=256:layers=2", "--nodes", "2", "--link", "200mbit", "--updates", "30"]
     result = ps("run", *words, "--settings", "bsp", "--outer", "sgd:lr=0.01")

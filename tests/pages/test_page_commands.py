@@ -216,7 +216,6 @@ PAGES: dict[str, dict[str, Shown]] = {
         },
     },
     "docs/parameter_server.md": {
-        "thinwire lab run --workers 3 --link 1gbit,100mbit,1gbit -- python train.py": Shown(_script),
         "thinwire ps run --nodes 4 --slow 3:4 --kill 1:25 --link 200mbit --seconds 60 --plot run.png": Shown(_went_on),
         "thinwire ps simulate --settings inhad:max_staleness=4 --nodes 16 --workers 4 --slow 0:4 --link 1gbit": Shown(
             said("inhad:max_staleness=4", "22.24")
@@ -373,6 +372,9 @@ thinwire ps server --model chargpt --settings asp --nodes 2 --updates 1000 --che
     --keys keys/server --journal run.jsonl
 thinwire ps node --server 10.0.0.1:29400 --model chargpt --node 0 --workers 2 --keys keys/a
 thinwire ps shard 10.0.0.1:29400 --index 0 --checkpoint-dir slice --host 10.0.0.2 --keys keys/shard0
+# tests/dist/test_parameter_server_tls.py::test_local_steps_by_the_command_line_and_from_a_loop_of_ones_own
+thinwire ps server --model mymodel:make --settings local:quorum=2:codec=int2 --updates 1000 --checkpoint-dir ckpt
+    --host 10.0.0.1 --keys keys/server
 # tests/dist/test_split_processes.py::test_two_processes_are_one
 thinwire split cloud halves --keys keys/cloud --listen 0.0.0.0:7443
 thinwire split edge halves --keys keys/edge --cloud cloud.example.org:7443
@@ -390,7 +392,6 @@ FILES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/gpu.md": {
         "train.py": lambda: next(b.code for b in blocks((ROOT / "docs/gpu.md").read_text()) if "attach" in b.code)
     },
-    "docs/parameter_server.md": {"train.py": lambda: python_of(SCRIPTS)[-1]},
     "docs/quickstart.md": {"train.py": lambda: python_of("docs/quickstart.md")[0]},
     "docs/race.md": {"mymodule.py": lambda: python_of("docs/race.md")[0]},
     "docs/script.md": {"train.py": lambda: python_of(SCRIPTS)[-1]},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import math
 import os
@@ -48,6 +49,9 @@ L = TypeVar("L", bound=LocalSync)
 def _telling_others(attach: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(attach)
     def attached(*args: P.args, **options: P.kwargs) -> R:
+        if "server" in options:
+            above = importlib.import_module("thinwire.systems.parameter_server.attached")  # in a wing above this one
+            return above.attach_to_server(*args, **options)  # type: ignore[no-any-return]
         group: Any = options.get("process_group")
         with own_modes(), meeting_in_attach(group):
             return attach(*args, **options)
@@ -150,6 +154,8 @@ def attach(
         worth: what a step of each method is worth on your model, by which ``lossy=True`` chooses: the file written by
             ``thinwire race``, on every machine. None: the table that comes with the package.
         look: a slow look-ahead, ``tw.Look()`` or its ``beta``, for local steps and methods that are not decoupled.
+        options: of the method; with "local", ``server="host:port"`` trains through ``thinwire ps server`` without a
+            process group, see :func:`~thinwire.parameter_server.attached.attach_to_server`.
 
     Returns:
         The handle: ``no_sync``, ``stats``, ``state_dict``, ``close``, ...; a ``LocalSync`` for local steps.

@@ -6,7 +6,6 @@ from local_ranks import Ranks
 from thinwire.engine.local import Local, Nesterov
 from thinwire.systems.parameter_server import simulate
 from thinwire.systems.parameter_server.presets import diloco
-from thinwire.systems.parameter_server.settings import LocalSteps
 
 SIZE, STEPS, ROUNDS, D = 3, 4, 5, 10
 
@@ -30,7 +29,8 @@ def test_rounds_by_all_reduce_are_those_of_the_server():
         for rank, own in enumerate(world.weights):
             own["theta"].sub_(0.1 * gradient(own["theta"], rank, 0, step))
         world.step()
-    settings = diloco(STEPS, start_nodes=SIZE, local_update=LocalSteps(STEPS, "sgd", 0.1))
+    settings = diloco(STEPS, start_nodes=SIZE)
     trace = simulate(settings, nodes=SIZE, updates=ROUNDS, step_seconds=lambda n, w, s, rng: 1.0 + n, outer=nesterov,
-                     parameters=start(), gradient=gradient)  # fmt: skip
+                     parameters=start(), gradient=gradient,
+                     inner=lambda params: torch.optim.SGD(params, lr=0.1))  # fmt: skip
     torch.testing.assert_close(world.weights[0]["theta"], trace.parameters, rtol=1e-12, atol=1e-12)

@@ -16,7 +16,7 @@ from thinwire.systems.parameter_server.layout import Layout
 from thinwire.systems.parameter_server.outer import DelayedNesterov, FlatWeights, fingerprint
 from thinwire.systems.parameter_server.presets import asp, bsp, diloco, inhad, ssp
 from thinwire.systems.parameter_server.server import Server
-from thinwire.systems.parameter_server.settings import LocalSteps, Settings
+from thinwire.systems.parameter_server.settings import Settings
 from thinwire.systems.parameter_server.shard import WeightSlice
 from thinwire.systems.parameter_server.shards import Assembly, ShardedWeights, slices
 
@@ -275,7 +275,7 @@ def uneven(node, worker, step, rng):
 @given(
     seed=st.integers(0, 2**32),
     options=st.sampled_from(
-        [*map(inhad, (0, 1, 4)), bsp(start_nodes=3), asp(), ssp(1), diloco(2, local_update=LocalSteps(2, "sgd", 0.1)),
+        [*map(inhad, (0, 1, 4)), bsp(start_nodes=3), asp(), ssp(1), diloco(2),
          Settings(transfer="push", update_every=3, max_staleness=2)]
     ),
     shards=st.integers(1, 3),

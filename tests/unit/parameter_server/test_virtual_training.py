@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from thinwire.systems.parameter_server import Fault, Journal, Link, replay, simulate
+from thinwire.systems.parameter_server.effects import Contribution
 from thinwire.systems.parameter_server.journal import JournalWriter
-from thinwire.systems.parameter_server.outer import DelayedNesterov
+from thinwire.systems.parameter_server.messages import Row
+from thinwire.systems.parameter_server.outer import DelayedNesterov, FlatWeights
 from thinwire.systems.parameter_server.presets import (
     asp,
     async_local_sgd,
@@ -17,10 +19,11 @@ from thinwire.systems.parameter_server.presets import (
     delayed_nesterov,
     diloco,
     inhad,
+    local,
     n_softsync,
     ssp,
 )
-from thinwire.systems.parameter_server.settings import LocalSteps
+from thinwire.systems.parameter_server.settings import alpha
 
 D = 12
 TARGET = torch.linspace(-1, 1, D)
@@ -188,9 +191,9 @@ def test_ssp_0_with_sgd_is_synchronous_with_the_sum():
 
 
 def test_diloco_with_rate_1_and_no_momentum_averages_parameters():
-    settings = diloco(steps=5, start_nodes=3, local_update=LocalSteps(5, "sgd", 0.1))
+    settings = diloco(steps=5, start_nodes=3)
     trace = simulate(settings, nodes=3, updates=8, step_seconds=uneven, parameters=start(torch.float64),
-                     gradient=gradient, outer=sgd(lr=1.0))  # fmt: skip
+                     gradient=gradient, outer=sgd(lr=1.0), inner=sgd(lr=0.1))  # fmt: skip
     theta = start(torch.float64)
     for outer in range(8):
         ends = []
@@ -279,19 +282,23 @@ def test_a_straggler_delays_s_0_and_not_a_large_bound():
     assert rate(inhad(64, start_nodes=16), 10.0) > rate(inhad(64, start_nodes=16), 1.0) / 1.2
 
 
+def ADAMW(params):
+    return torch.optim.AdamW(params, lr=0.01)
+
+
 @pytest.mark.parametrize(
     "settings",
-    [inhad(3, deterministic=True), bsp(), asp(), ssp(1), async_local_sgd(3, local_update=LocalSteps(3, "adamw", 0.01))],
+    [inhad(3, deterministic=True), bsp(), asp(), ssp(1), async_local_sgd(3)],
     ids=["inhad", "bsp", "asp", "ssp", "local"],
 )
 def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path, settings):
     nodes, workers = (3, 2) if settings.deterministic else (2, 1)
     trace = simulate(settings, nodes=nodes, workers=workers, updates=60, step_seconds=uneven, parameters=start(),
-                     gradient=gradient, outer=sgd(momentum=0.5))  # fmt: skip
+                     gradient=gradient, outer=sgd(momentum=0.5), inner=ADAMW)  # fmt: skip
     journal = Journal.read(written(tmp_path / "journal", settings, trace))
     assert journal.updates == trace.journal.updates
     assert journal.settings == settings
-    again = replay(journal, start(), gradient, sgd(momentum=0.5))
+    again = replay(journal, start(), gradient, sgd(momentum=0.5), inner=ADAMW)
     assert torch.equal(again, trace.parameters)
 
 
@@ -371,3 +378,80 @@ def test_submissions_that_are_not_finite_are_counted_while_their_node_lives():
     assert trace.counters["left"] == 1
     assert trace.parameters.isfinite().all()
     assert 8 <= trace.counters["not_finite"] <= 11
+
+
+def rounds_by_hand(trace, settings, steps):
+    """Of local steps of SGD, from who took part in which round: a change counts by the factor of its age."""
+    theta, history = start(torch.float64), []
+    for version, _, rows in trace.updates:
+        history.append(theta)
+        total = torch.zeros_like(theta)
+        for node, worker, step, base in rows:
+            x = history[base].clone()
+            for i in range(steps):
+                x = x - 0.1 * gradient(x, node, worker, steps * step + i)
+            total += alpha(settings.alpha, version - base) * (x - history[base])
+        theta = theta + total / max(1, len(rows))
+    return theta
+
+
+@pytest.mark.parametrize("rule", ["inverse", "reciprocal"])
+def test_rounds_of_a_quorum_are_those_by_hand_also_with_late_changes(rule):
+    settings = local(4, quorum=2, grace=0.3, codec=None, compress_down=None, robust=None, balance=False, alpha=rule,
+                     start_nodes=4)  # fmt: skip
+    faults = [Fault(40.0, "pause", 2, for_seconds=9.0), Fault(80.0, "kill", 3), Fault(95.0, "return", 3)]
+    trace = simulate(settings, nodes=4, updates=60, step_seconds=uneven, parameters=start(torch.float64),
+                     gradient=gradient, inner=sgd(lr=0.1), faults=faults)  # fmt: skip
+    assert len(trace.updates) == 60
+    assert set(trace.staleness()) >= {0, 1, 2}
+    assert trace.gradients == sum(trace.staleness().values())
+    torch.testing.assert_close(trace.parameters, rounds_by_hand(trace, settings, 4), rtol=1e-10, atol=1e-10)
+
+
+def test_a_node_that_stands_still_costs_one_grace_once():
+    settings = local(4, quorum=2, grace=2.0, start_nodes=3, lease_seconds=40.0)
+    trace = simulate(settings, nodes=3, seconds=200.0, step_seconds=equal,
+                     faults=[Fault(50.0, "pause", 2, for_seconds=30.0)])  # fmt: skip
+    took = [later - earlier for (_, earlier, _), (_, later, _) in pairwise(trace.updates)]
+    assert sum(seconds > 4.5 for seconds in took) == 1  # a round is four steps of a second
+    assert max(took) < 4.0 + 2.0 + 4.5  # and the server looks ten times a lease
+    assert 0 < max(trace.staleness()) <= 8
+    assert trace.counters["left"] == 0
+
+
+def test_one_that_waits_goes_on_although_too_few_for_a_quorum_still_move():
+    settings = local(4, quorum=2, grace=0.5, start_nodes=4, lease_seconds=5.0)
+    pauses = [Fault(50.0, "pause", node, for_seconds=40.0) for node in (1, 2, 3)]
+    trace = simulate(settings, nodes=4, seconds=120.0, step_seconds=equal, faults=pauses)
+    times = [at for _, at, _ in trace.updates]
+    assert max(later - earlier for earlier, later in pairwise(times)) < 4.0 + 2.0 + 0.5 + 1.0
+    assert [len(rows) for _, at, rows in trace.updates if 60.0 < at < 85.0].count(1) > 4
+    assert [len(rows) for _, _, rows in trace.updates][-4:] == [4] * 4
+
+
+def test_the_automatic_grace_follows_who_comes_later():
+    def steps(node, worker, step, rng):
+        return 1.0 + 0.15 * node
+
+    settings = local(4, quorum=2, start_nodes=4, balance=False)
+    trace = simulate(settings, nodes=4, seconds=400.0, step_seconds=steps)
+    counts = [len(rows) for _, _, rows in trace.updates]
+    assert counts[-20:] == [4] * 20
+    assert {0} == {version - base for version, _, rows in trace.updates[-20:] for *_, base in rows}
+
+
+def test_a_change_that_is_too_long_or_not_finite_is_cut_and_counted():
+    weights = FlatWeights(start(), lambda params: torch.optim.SGD(params, lr=1.0), local(4))
+    row = Row(0, 0, 0, 1)
+
+    def update(*changes):
+        before = weights.theta.clone()
+        weights.apply([Contribution(k, 10 + k, (row,), 1.0, torch.full((D,), x)) for k, x in enumerate(changes)])
+        return before - weights.theta
+
+    for _ in range(3):
+        torch.testing.assert_close(update(0.1, 0.1, 0.1), torch.full((D,), 0.1))
+    torch.testing.assert_close(update(0.1, 0.1, 1e6), torch.full((D,), (0.1 + 0.1 + 0.3) / 3))
+    torch.testing.assert_close(update(0.1, math.nan, 0.1), torch.full((D,), 0.2 / 3))
+    torch.testing.assert_close(update(0.1, -math.inf, 0.2), torch.full((D,), 0.1))
+    assert weights.clip.cut == {12: 1, 11: 2}

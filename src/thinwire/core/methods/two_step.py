@@ -54,8 +54,7 @@ class Code:
     def encode(self, a: Tensor) -> Tensor:
         """Return a message for each chunk of ``a``, ``[chunks, bytes]``. Leave the encoding error in ``a``."""
         chunks = a.numel() // self.chunk
-        size = self._begin(a.dtype) + _whole(self.chunk * self.bits // 8)
-        messages = torch.empty(chunks, size, dtype=torch.uint8, device=a.device)
+        messages = torch.empty(chunks, self.message_bytes(a.dtype), dtype=torch.uint8, device=a.device)
         codes, scales, means = self._split(messages, a.dtype)
         if means is None:
             encode(a, self.bits, self.size, leave_error=True, out=(codes, scales))
@@ -63,6 +62,10 @@ class Code:
             encode_bins(a, self.bits, self.size, chunks, out=(codes, scales, means))
             decode_sum(a, codes[None], scales[None], self.bits, self.size, values=means[None], take=True)
         return messages
+
+    def message_bytes(self, dtype: torch.dtype) -> int:
+        """Return the size of a chunk's message."""
+        return self._begin(dtype) + _whole(self.chunk * self.bits // 8)
 
     def sum_encode(self, messages: Tensor, dtype: torch.dtype, error: Tensor | None) -> Tensor:
         """Return the message of the sum of decoded messages, in their order; add its encoding error to ``error``."""

@@ -253,7 +253,7 @@ class LocalSync(Handle):
 
     def _counting(self, total: int) -> Iterator[int]:
         made, turns = -1, 0
-        while (step := self._rounds.count) < total:
+        while (step := self._number) < total:
             made, turns = step, turns + 1 if step == made else 0
             if turns == _UNCOUNTED:
                 raise RuntimeError(
@@ -296,9 +296,13 @@ class LocalSync(Handle):
             rounds.joined, rounds.pace = False, before
 
     @property
+    def _number(self) -> int:
+        return self._rounds.count
+
+    @property
     def progress(self) -> float:
         """Share of the steps of :meth:`steps` that are made, for learning-rate schedules; 0 before it is called."""
-        return min(1.0, self._rounds.count / self._rounds.total) if self._rounds.total else 0.0
+        return min(1.0, self._number / self._rounds.total) if self._rounds.total else 0.0
 
     @property
     def in_step(self) -> bool:

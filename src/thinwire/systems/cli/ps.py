@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,18 +176,21 @@ def predict(asked: PsSimulateVerb) -> list[dict[str, Any]]:
     bits, latency = lab.parse_rate(asked.link), lab.parse_delay(asked.delay)
     payload, wire = int(4e6 * asked.parameters), Link(latency, bits)
 
+    made = Counter[str]()
+
     def step_seconds(node: int, worker: int, number: int, rng: random.Random) -> float:
+        made["steps"] += 1
         return asked.step * slower.get(node, 1.0) * rng.lognormvariate(0.0, asked.spread)
 
     rows: list[tuple[Any, ...]] = []
     for text in dict.fromkeys([asked.settings, "asp", "bsp"]):
-        chosen = read_settings(text, nodes)
+        chosen, before = read_settings(text, nodes), made["steps"]
         trace = simulate(
             chosen, step_seconds=step_seconds, link=wire, server_link=wire, payload_bytes=payload,
             **asked.part(["nodes", "workers", "seconds", "seed", "shards"]),
         )  # fmt: skip
         ages = trace.staleness()
-        batches = trace.gradients * chosen.local_update.steps
+        batches = (made["steps"] - before) * trace.gradients / max(1, trace.finished)
         mean = sum(age * n for age, n in ages.items()) / max(1, sum(ages.values()))
         traffic = (trace.bytes_up + trace.bytes_down) / max(1, batches)
         speed = batches / trace.seconds, len(trace.updates) / trace.seconds

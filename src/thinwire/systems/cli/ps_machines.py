@@ -63,8 +63,8 @@ class RulesOptions(JsonOption):
 
     settings: str = option(
         "inhad",
-        "inhad, bsp, asp, ssp, n_softsync, fedbuff, async_local_sgd, delayed_nesterov, diloco; options as in "
-        "inhad:max_staleness=2:update_every=nodes.",
+        "inhad, bsp, asp, ssp, n_softsync; of local steps local, fedbuff, async_local_sgd, delayed_nesterov, diloco; "
+        "options as in inhad:max_staleness=2:update_every=nodes.",
     )
     nodes: int = option(4, "Nodes, each with a leader.", least=1)
     shards: int = option(
@@ -190,7 +190,9 @@ class PsNodeVerb(TrustOptions, ModelOptions):
         note(f"node {number}, for the server at {self.server}; waits up to a minute for it")
         try:
             node = Node(self.server, number, self.workers, trust=trust)
-            if self.workers == 1:
+            if node.settings.sync_every is not None:
+                result["submissions"] = asked.local_steps(node)
+            elif self.workers == 1:
                 stats = asked.worker(node, 0).run()
                 node.wait(5.0)
                 result |= {"submissions": stats.submissions, "restarts": 0}
@@ -226,6 +228,28 @@ class PsNodeVerb(TrustOptions, ModelOptions):
         """Be a worker, in its own process."""
         leader, number = words
         self.worker(leader, int(number)).run()
+
+    def local_steps(self, node: Node) -> int:
+        """Train by local steps, in the loop that a user would write, until training has ended; return the rounds."""
+        from thinwire.engine.attach import listed
+        from thinwire.systems.cli.ps_work import build, rank_of
+        from thinwire.systems.parameter_server.attached import joined
+
+        if self.workers > 1:
+            raise ValueError("local steps have one worker on each node: leave out --workers, and start more nodes")
+        workload, rank = build(self.model, self.seed), rank_of(node.leader.node, 0)
+        optimizers = listed(workload.optimizer(workload.model))
+        with joined(workload.model, optimizers, node) as sync:
+            for batch, _ in enumerate(sync.steps()):
+                began = time.monotonic()
+                workload.loss(workload.model, batch, rank).backward()
+                took = time.monotonic() - began
+                time.sleep(max(0.0, self.slowdown * max(took, self.pace) - took))
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            sync.finish()
+            return sync.rounds
 
     def worker(self, leader: Node | str, number: int) -> Worker:
         from thinwire.systems.cli.ps_work import build, rank_of

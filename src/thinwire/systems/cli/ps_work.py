@@ -89,6 +89,10 @@ def replay_file(path: Path, out: Path | None) -> dict[str, Any]:
         raise ValueError(
             f"{path} does not say which model it belongs to: replay it in Python, see parameter_server.replay"
         )
+    if journal.settings.sync_every is not None:
+        raise ValueError(
+            f"{path} is of local steps, and does not know their loops and optimizers: it cannot be repeated"
+        )
     workload = build(facts["model"], facts["seed"])
     network, layout = workload.model, Layout.of(workload.model)
 
@@ -114,6 +118,7 @@ def weights_hash(theta: Tensor) -> str:
 def status_table(status: dict[str, Any]) -> Table:
     counters = status["counters"]
     words = [f"{name} {counters[name]}" for name in ("joined", "left", "late", "lost") if name in counters]
+    words += [f"node {node['node']}: {node['cut']} changes cut" for node in status["nodes"] if node["cut"]]
     for shard in status["shards"]:
         bytes_ = f"{shard['up_bytes'] / 1e6:.1f} MB up, {shard['down_bytes'] / 1e6:.1f} down"
         words.append(f"shard {shard['index']} " + (bytes_ if shard["there"] else "has not connected yet"))

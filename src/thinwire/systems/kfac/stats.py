@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
@@ -48,9 +46,6 @@ class KFACStats:
     return_wait_seconds: float = 0.0
     levels: dict[str, int] = field(default_factory=dict)
     clip: float | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 class Tally:

@@ -107,7 +107,9 @@ def find(
         except PairError as error:
             if isinstance(error, NotAdmitted) and not known:
                 raise
-            lost_at = time.monotonic() if lost_at is None else lost_at
+            if lost_at is None:
+                lost_at = time.monotonic()
+                logger.warning("thinwire: %s; trying again for %g s", error, seconds)
             if time.monotonic() - lost_at > seconds:
                 raise PairError(str(error)) from error
         if over.wait(pause):

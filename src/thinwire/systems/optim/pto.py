@@ -56,9 +56,6 @@ class ParallelStats:
     full_seconds: float | None = None
     shared_seconds: Mapping[str, float] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 def split(sizes: Sequence[int], workers: int, partition: str = "cost") -> Placement:
     """Assign layers, by their elements, to workers: "cost": longest first; "contiguous": the paper's chunks."""

@@ -1,4 +1,4 @@
-"""Compression in both directions: sparse or 8-bit sums up with error feedback, sparse or 8-bit differences down.
+"""Compression in both directions: sums up with error feedback, differences down; sparse, or in 8 to 1 bits.
 
 Differences go down as in dual-way gradient sparsification (DGS, arXiv 1910.10929): the server knows what each leader
 holds and sends the largest part of the difference; the rest stays in the next difference, so nothing is lost.
@@ -12,46 +12,45 @@ import torch
 from torch import Tensor
 
 from thinwire.core.kernels.pairs import message_bytes, pack, unpack
-from thinwire.core.kernels.quantise.codes import decode_sum
-from thinwire.core.kernels.quantise.linear import encode
 from thinwire.core.kernels.select import keep_count, top_k
+from thinwire.core.methods.two_step import Code
 from thinwire.systems.parameter_server.layout import Layout
 from thinwire.systems.parameter_server.settings import Settings
 
-BITS = 8
 BLOCK = 256
 
 
 class VectorCodec:
-    """Encode a flat vector in fewer bytes, and decode it: "topk" keeps a share of the elements, or "int8"."""
+    """Encode a flat vector in fewer bytes, and decode it: "topk" keeps a share of the elements; or "int8" to "int1"."""
 
     def __init__(self, kind: str, density: float) -> None:
         self.kind, self.density = kind, density
 
+    def _code(self, numel: int) -> Code:
+        return Code.of(int(self.kind.removeprefix("int")), BLOCK, numel, 1)
+
     def encode(self, x: Tensor) -> Tensor:
         if self.kind == "topk":
             return pack(*top_k(x, keep_count(x.numel(), self.density)))
-        codes, scales = encode(x, BITS, BLOCK)
-        return torch.cat([scales.view(torch.uint8), codes])
+        code = self._code(x.numel())
+        return code.encode(torch.nn.functional.pad(x, (0, code.chunk - x.numel()))).view(-1)
 
     def size(self, numel: int, dtype: torch.dtype) -> int:
         if self.kind == "topk":
             return message_bytes(keep_count(numel, self.density), dtype)
-        return -(-numel // BLOCK) * dtype.itemsize + numel
+        return self._code(numel).message_bytes(dtype)
 
     def decode(self, message: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         """Return what :meth:`encode` kept, ``[D]``, zeros elsewhere."""
         if message.numel() != self.size(numel, dtype):
             raise ValueError(f"{message.numel()} bytes arrived, but {self.size(numel, dtype)} encode this model")
-        out = torch.zeros(numel, dtype=dtype)
         if self.kind == "topk":
+            out = torch.zeros(numel, dtype=dtype)
             values, indices = unpack(message, keep_count(numel, self.density), dtype)
             if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < numel:
                 raise ValueError("a sparse message points outside the model")
             return out.index_copy_(0, indices, values)
-        cut = -(-numel // BLOCK) * dtype.itemsize
-        scales = message[:cut].clone().view(dtype)
-        return decode_sum(out, message[cut:][None], scales[None], BITS, BLOCK)
+        return self._code(numel).decode(message.clone()[None], dtype)[:numel]
 
 
 class Feedback:

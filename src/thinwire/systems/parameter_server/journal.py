@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from thinwire.core.checks import local_path
@@ -18,7 +19,6 @@ from thinwire.systems.parameter_server.leader import Aggregator
 from thinwire.systems.parameter_server.messages import Row
 from thinwire.systems.parameter_server.outer import FlatWeights, Outer
 from thinwire.systems.parameter_server.settings import Settings
-from thinwire.systems.parameter_server.worker import LocalWork
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,37 @@ class JournalWriter:
         self._file.close()
 
 
+class LocalWork:
+    """What a member hands in where no loop of a user's runs: in a simulation, or when a run is repeated.
+
+    ``inner``: makes the optimizer of local steps, which keeps its state; None: plain SGD.
+    """
+
+    def __init__(self, steps: int | None, inner: Outer | None) -> None:
+        self._steps, self._inner = steps, inner or (lambda params: torch.optim.SGD(params, lr=0.05))
+        self._x: Tensor | None = None
+
+    def submission(self, theta: Tensor, step: int, steps: int, gradient: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """Compute submission ``step`` at ``theta``; with H local steps, theta - x of batches from step * H on."""
+        if self._steps is None:
+            return gradient(theta, step)
+        if self._x is None:
+            self._x = theta.clone()
+            self._optimizer = self._inner([self._x])
+        self._x.copy_(theta)
+        for i in range(steps):
+            self._x.grad = gradient(self._x, step * self._steps + i)
+            self._optimizer.step()
+        return theta - self._x
+
+
 def replay(
     journal: Journal,
     parameters: Tensor,
     gradient: Callable[[Tensor, int, int, int], Tensor],
     outer: Outer,
     *,
+    inner: Outer | None = None,
     on_update: Callable[[int], None] = lambda version: None,
 ) -> Tensor:
     """Repeat a run, and return the final weights.
@@ -133,6 +158,7 @@ def replay(
         parameters: the weights at version 0, ``[D]``.
         gradient: (flat parameters, node, worker, number of the batch) -> flat gradient.
         outer: as in the run.
+        inner: makes the optimizer of local steps from the weights; by default SGD with lr 0.05.
         on_update: called with the version after each update.
 
     Raises:
@@ -147,7 +173,7 @@ def replay(
             )
     if settings.compress_up or settings.compress_down:
         raise ValueError("a run with compression cannot be replayed: the journal does not hold the residuals")
-    if getattr(settings.local_update, "balance", False):
+    if settings.balance:
         raise ValueError("a run with balanced local steps cannot be replayed: their numbers are not in the journal")
     weights = FlatWeights(parameters, outer, settings)
     history = {0: weights.snapshot}
@@ -155,9 +181,9 @@ def replay(
     work: dict[tuple[int, int], LocalWork] = {}
 
     def compute(part: Contribution, row: Row) -> Tensor:
-        mine = work.setdefault((part.node, row.worker), LocalWork(settings.local_update))
+        mine = work.setdefault((part.node, row.worker), LocalWork(settings.sync_every, inner))
         return mine.submission(
-            history[row.base], row.step, settings.local_update.steps, lambda x, i: gradient(x, part.node, row.worker, i)
+            history[row.base], row.step, settings.steps, lambda x, i: gradient(x, part.node, row.worker, i)
         )
 
     def total(part: Contribution, version: int) -> Any:

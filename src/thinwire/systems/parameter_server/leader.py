@@ -97,7 +97,7 @@ class Membership:
     def __post_init__(self) -> None:
         settings = self.settings
         self.buffer = Aggregator(settings.alpha, settings.deterministic)
-        self.steps = settings.local_update.steps
+        self.steps = settings.steps
 
     def is_open(self, worker: int) -> bool:
         """Return whether the worker may start on the current weights, now or once it is idle."""

@@ -10,14 +10,14 @@ from typing import Any
 
 from thinwire.systems.link.codec import Codec, Hash64
 
-PROTOCOL = 7
+PROTOCOL = 8
 MOST_WORKERS = 1 << 12  # of one node
 LAST = 1 << 62
 """Number of the pieces that a STOP announces; larger than all others."""
 
 TAKEN, OTHER_MODEL, OTHER_PROTOCOL = 1, 2, 3
 REASONS = {
-    TAKEN: "node {node} is at work in another process: give this one its own number (node_id=, or --node)",
+    TAKEN: "node {node} is at work in another process: give this one its own number (node=, node_id= or --node)",
     OTHER_MODEL: "node {node} has a different model from the server: start all with the same model",
     OTHER_PROTOCOL: "node {node} and the server run different versions of thinwire: install the same one on both",
 }

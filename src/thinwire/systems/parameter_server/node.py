@@ -177,6 +177,15 @@ class NodeDriver(Actor):
         self.tell("enter", worker)
         return LocalPeer(partial(self.tell, "worker", worker), lambda reason: self.tell("left", worker))
 
+    @property
+    def connected(self) -> bool:
+        return self._up is not None
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes sent over the present connection."""
+        return sum(peer.sent_bytes for peer in self._up.peers) if self._up is not None else 0
+
     def _start(self, up: Uplink) -> None:
         if self._up is not None:
             self.retire(*self._up.peers)
@@ -325,7 +334,10 @@ class Node(NodeDriver):
         workers: W, the number of workers.
         port: for this machine's workers, on the loopback interface; 0 chooses a free one.
         trust: as for :class:`Shard`; its workers need the same.
-        leases: give up after that many leases without a server.
+        patience: seconds without a server after which to give up; by default six leases.
+
+    Attributes:
+        updates: after which the server ends; 0: it has not said.
 
     Raises:
         ServerLost: there is no server at that address.
@@ -333,9 +345,9 @@ class Node(NodeDriver):
     """
 
     def __init__(
-        self, server: str, node: int, workers: int, *, port: int = 0, leases: float = 6.0, trust: Trust = None
+        self, server: str, node: int, workers: int, *, port: int = 0, patience: float | None = None, trust: Trust = None
     ) -> None:
-        self._server, self._leases = server, leases
+        self._server = server
         self._identity = PeerIdentity("node", node, trust or find_trust())
         try:
             caller = find(lambda: Caller(server, self._identity), 60.0, 0.3)
@@ -345,6 +357,8 @@ class Node(NodeDriver):
             raise ServerLost(f"{error}: start `thinwire ps server` there, or correct --server") from error
         settings, layout = Settings.from_json(caller.note("settings")), Layout.from_json(caller.note("layout"))
         super().__init__(settings, layout, node, workers, shard_count(caller))
+        self.patience = 6 * settings.lease_seconds if patience is None else patience
+        self.updates = int(caller.note("updates"))
         self._known = self._looks = False
         notes = {"settings": settings.to_json(), "layout": layout.to_json()}
         trust = own_trust(self._identity.trust)
@@ -448,7 +462,7 @@ class Node(NodeDriver):
         try:
             server, shards = find(
                 lambda: reach(self._server, hello, self._identity, min(10.0, 2 * lease)),
-                self._leases * lease, min(0.5, lease / 4), self._over, self._known,
+                self.patience, min(0.5, lease / 4), self._over, self._known,
             )  # fmt: skip
         except Over:
             return
@@ -456,7 +470,7 @@ class Node(NodeDriver):
             self.tell("refused", None, NodeRefused(str(error)))
             return
         except PairError as error:
-            text = f"no server at {self._server} for {self._leases:g} leases: {error}"
+            text = f"no server at {self._server} for {self.patience:g} s: {error}"
             self.tell("refused", None, ServerLost(text))
             return
         self._known = True

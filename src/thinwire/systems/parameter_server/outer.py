@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import statistics
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +20,9 @@ from thinwire.systems.parameter_server import checkpoint as checkpoints
 from thinwire.systems.parameter_server.compress import ServerEnd
 from thinwire.systems.parameter_server.effects import Apply, Contribution
 from thinwire.systems.parameter_server.messages import Grad, Message, Stop, Weights
-from thinwire.systems.parameter_server.settings import LocalSteps, Settings
+from thinwire.systems.parameter_server.settings import Settings
 
+_KNOWN = 4  # contributions from which on it is known how long they are
 Outer = Callable[[list[Tensor]], torch.optim.Optimizer]
 """Makes the server's optimizer from its parameters, one flat vector."""
 
@@ -73,8 +77,10 @@ class DelayedNesterov(torch.optim.Optimizer):
 
 def default_outer(settings: Settings, nodes: int) -> Outer:
     """Return a preset's optimizer: it trains without a learning-rate search. Stale momentum is harmful: 2401.09135."""
-    if isinstance(settings.local_update, LocalSteps):
-        if settings.local_update.balance:
+    if settings.sync_every is not None:
+        if settings.grace is not None:
+            return lambda params: torch.optim.SGD(params, lr=1.0)  # the mean change as it is
+        if settings.balance:
             return lambda params: DelayedNesterov(params, lr=0.7, period=max(1, nodes))
         if settings.max_staleness == 0:
             return lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
@@ -100,6 +106,27 @@ def fingerprint(outer: Outer, dtype: torch.dtype) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
+class Clip:
+    """Bounds what a member can do in an update. ``cut``: how often, by member."""
+
+    def __init__(self) -> None:
+        self._recent = deque[float](maxlen=64)
+        self.cut: Counter[int] = Counter()
+
+    def __call__(self, part: Contribution) -> Contribution:
+        """Return a contribution as it is or, if it is not finite or its norm is above 3 medians, cut to 0 or that."""
+        length = float(torch.linalg.vector_norm(part.tensor))
+        most = 3 * statistics.median(self._recent) if len(self._recent) >= _KNOWN else math.inf
+        if length <= most and math.isfinite(length):
+            self._recent.append(length)
+            return part
+        self.cut[part.member] += 1
+        if not math.isfinite(length):
+            return replace(part, tensor=torch.zeros_like(part.tensor))
+        self._recent.append(most)
+        return replace(part, scale=part.scale * most / length)
+
+
 class FlatWeights:
     """Flat weights, or a slice, and their optimizer. ``snapshot``: never modified."""
 
@@ -107,11 +134,14 @@ class FlatWeights:
         self.theta = parameters.detach().clone()
         self.snapshot = self.theta.clone()
         self.optimizer = outer([self.theta])
-        self._settings = settings
+        self._settings, self.clip = settings, Clip()
 
     def apply(self, contributions: Iterable[Contribution]) -> None:
         """Make one update, unless no contribution is usable."""
-        if parts := usable(contributions, self._settings):
+        parts = usable(contributions, self._settings)
+        if self._settings.robust:
+            parts = [self.clip(part) for part in parts]
+        if parts:
             self.step([(part.tensor, part.scale) for part in parts], sum(len(part.rows) for part in parts))
 
     def restore(self, theta: Tensor, optimizer: dict[str, Any]) -> None:

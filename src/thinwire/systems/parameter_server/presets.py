@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from thinwire.core.checks import meant
-from thinwire.systems.parameter_server.settings import LocalSteps, Settings
+from thinwire.systems.parameter_server.settings import Settings
 from thinwire.tools.bench.words import split_options
 
 
@@ -50,24 +50,42 @@ def fedbuff(size: int = 10, max_staleness: int | None = None, steps: int = 20, *
     Differences from the paper: no client population and no secure aggregation; the workers are the clients.
     """
     base = {**_PUSHED, "update_every": size, "max_staleness": max_staleness, "alpha": "invsqrt"}
-    base |= {"enforce": "drop" if max_staleness is not None else "wait", "local_update": LocalSteps(steps, "sgd", 0.05)}
+    base |= {"enforce": "drop" if max_staleness is not None else "wait", "sync_every": steps}
     return Settings(**{**base, **options})
 
 
 def async_local_sgd(steps: int = 20, **options: Any) -> Settings:
     """Asynchronous local SGD (arXiv 2401.09135): each difference of ``steps`` local steps is an outer update."""
-    base = {**_PUSHED, "update_every": 1, "local_update": LocalSteps(steps)}
+    base = {**_PUSHED, "update_every": 1, "sync_every": steps}
     return Settings(**{**base, **options})
 
 
 def delayed_nesterov(steps: int = 20, **options: Any) -> Settings:
     """As ``async_local_sgd`` with balanced local steps; its outer optimizer is :class:`outer.DelayedNesterov`."""
-    return async_local_sgd(steps, **{"local_update": LocalSteps(steps, balance=True), **options})
+    return async_local_sgd(steps, **{"balance": True, **options})
+
+
+def local(
+    sync_every: int = 16,
+    quorum: int | str = "nodes/2",
+    grace: float | str = "auto",
+    codec: str | None = "int8",
+    **options: Any,
+) -> Settings:
+    """Local steps that wait for nobody: the mean change of a quorum, and of who comes within the grace, is added.
+
+    Anchors: Decoupled DiLoCo (arXiv 2604.21428) for quorum and grace. Differences: equal weights, because a change is
+    as long as the steps that made it; one that comes late counts by its age; no outer momentum unless the server is
+    given an optimizer.
+    """
+    base = {**_PUSHED, "update_every": f"{quorum} nodes" if isinstance(quorum, int) else quorum, "alpha": "inverse"}
+    base |= {"sync_every": sync_every, "balance": True, "grace": grace, "robust": "clip"}
+    return Settings(**{**base, "compress_up": codec, "compress_down": "int8", **options})
 
 
 def diloco(steps: int = 500, **options: Any) -> Settings:
     """DiLoCo (arXiv 2311.08105): all nodes' differences of ``steps`` AdamW steps make one outer Nesterov step."""
-    base = {**_PUSHED, "update_every": "nodes", "max_staleness": 0, "local_update": LocalSteps(steps)}
+    base = {**_PUSHED, "update_every": "nodes", "max_staleness": 0, "sync_every": steps}
     return Settings(**{**base, **options})
 
 
@@ -75,7 +93,7 @@ _PUSHED: dict[str, Any] = {"transfer": "push", "max_staleness": None, "alpha": "
 
 PRESETS: dict[str, Callable[..., Settings]] = {
     make.__name__: make
-    for make in (inhad, bsp, asp, ssp, n_softsync, fedbuff, async_local_sgd, delayed_nesterov, diloco)
+    for make in (inhad, bsp, asp, ssp, n_softsync, local, fedbuff, async_local_sgd, delayed_nesterov, diloco)
 }
 
 

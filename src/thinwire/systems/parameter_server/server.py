@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server.effects import Apply, Contribution, Drop, Effect, Forget, Refuse, Send
-from thinwire.systems.parameter_server.settings import UNBOUNDED, LocalSteps, Settings, alpha
+from thinwire.systems.parameter_server.settings import UNBOUNDED, Settings, alpha
 
+_LEAST_GRACE = 0.2  # seconds
 _SLOWER = 8  # times as slow as another that makes progress: so much is waited for
 
 
@@ -130,6 +132,9 @@ class Server:
         self._asked = 0
         self._inbox: list[msg.Message] = []
         self._since = 0.0  # work waits for an update
+        self._enough_at: float | None = None  # when there was enough for the update, and the grace began
+        self._enough_before = self._made_at = 0.0  # for the last update; when that was made
+        self._lags, self._rounds = deque[float](maxlen=64), deque[float](maxlen=8)  # seconds
         self._out: list[Effect] = []
         self._now = 0.0
 
@@ -155,6 +160,9 @@ class Server:
         self.counters["applied"] += len(rows)
         self.counters["empty"] += not rows
         self.arrived, self.came, self._since = [], set(), now
+        if self._enough_at is not None:
+            self._rounds.append(now - self._made_at)
+            self._enough_before, self._enough_at, self._made_at = self._enough_at, None, now
         self._grant_after_update()
         self._fire()
         while self._inbox and not self.applying:
@@ -287,6 +295,8 @@ class Server:
             self._unused(message, "late")
             self._note(member, message)
             return
+        if (began := self._enough_before if member.number in self.late else self._enough_at) is not None:
+            self._lags.append(self._now - began)
         self._note(member, message)
         member.ack = max(member.ack, message.in_total)
         self._refresh(member)
@@ -300,7 +310,7 @@ class Server:
             return
         self.waiting.append(member.number)
         self._go_on()
-        if self.settings.max_staleness != 0 and member.number in self.waiting and not self.updating:
+        if not self.settings.holds and member.number in self.waiting and not self.updating:
             self.waiting.remove(member.number)
             self._grant(member)
         self._permits()
@@ -346,7 +356,11 @@ class Server:
         waits = stands | self._fresh | self.came
         since = min([self._since, *(table[number].moved for number in stands)])
         patience = max(self.settings.lease_seconds, _SLOWER * max((m.took for m in table.values()), default=0.0))
-        for number in [m.number for m in table.values() if max(m.moved, since) + patience < now >= m.heard]:
+        late = [m for m in table.values() if max(m.moved, since) + patience < now >= m.heard]
+        if self.settings.grace is not None and self._rounds and stands:  # who takes half as long again as a round
+            usual = 1.5 * statistics.median(self._rounds)
+            late = [m for m in table.values() if max(m.moved + usual, since) + self.grace < now]
+        for number in [m.number for m in late]:
             if number in self.pending:
                 self._drop(number)
             elif number not in waits or self._may_be_old(table[number]):
@@ -363,7 +377,7 @@ class Server:
 
     def _fire(self) -> None:
         enough = self._count() >= self._needed() or self._all_stand()
-        if self.updating or self.finished or not enough:
+        if self.updating or self.finished or not enough or self._in_grace():
             return
         self.updating = True
         need = self.need
@@ -376,9 +390,30 @@ class Server:
                 self._send(msg.Fence(member.number, self.version + 1))
         self._advance()
 
+    def _in_grace(self) -> bool:
+        """Whether the update that could be made waits for more members; those that it waits for no longer are late."""
+        if self.settings.grace is None:
+            return False
+        if self._enough_at is None:
+            self._enough_at = self._now
+        missing = self.members.keys() - self.late - self.came
+        if missing and self._now < self._enough_at + self.grace:
+            return True
+        self.late |= missing
+        return False
+
+    @property
+    def grace(self) -> float:
+        """Seconds from the moment when enough members have come to the update."""
+        if self.settings.grace != "auto":
+            return float(self.settings.grace or 0)
+        lags = sorted(self._lags)
+        most = statistics.median(self._rounds) if self._rounds else _LEAST_GRACE
+        return max(_LEAST_GRACE, min(lags[int(0.9 * len(lags))], most)) if lags else _LEAST_GRACE
+
     def _all_stand(self) -> bool:
         """Whether nobody can send more: pushes at S = 0 are answered after the update, so these must be enough."""
-        held = self.settings.transfer == "push" and self.settings.max_staleness == 0 and bool(self.came)
+        held = self.settings.transfer == "push" and self.settings.holds and bool(self.came)
         return held and all(m.low == UNBOUNDED for n, m in self.members.items() if n not in self.late)
 
     def _pull(self, member: Member) -> None:
@@ -458,11 +493,11 @@ class Server:
 
     def _steps(self, member: Member) -> int:
         """Return the batches of a member's next submission; balanced local steps give slower nodes fewer."""
-        update = self.settings.local_update
-        if not (isinstance(update, LocalSteps) and update.balance and member.step_us):
-            return update.steps
+        steps = self.settings.steps
+        if not (self.settings.balance and member.step_us):
+            return steps
         fastest = min(m.step_us for m in self.members.values() if m.step_us)
-        return max(1, update.steps * fastest // member.step_us)
+        return max(1, round(steps * fastest / member.step_us))
 
     def _permits(self) -> None:
         """With SSP: send weights to members that were stopped and may continue now."""

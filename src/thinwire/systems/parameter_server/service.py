@@ -265,6 +265,7 @@ class Service(ServerDriver):
             "layout": layout.to_json(),
             "shards": json.dumps({"count": shards, "places": []}),
             "nodes": str(count),
+            "updates": str(updates or 0),
             "outer": outer_text or ("auto" if outer is None else ""),
         }
         self._listener = Listener(port, host, notes, roles=("node", "shard"), trust=trust or find_trust())
@@ -422,4 +423,5 @@ class Service(ServerDriver):
         if shards is not None:
             past = [past[0] + shards.past[0], past[1] + shards.past[1]]
         rows = () if shards is None else shards.status()
-        return status_of(self.machine, self._ages, traffic, past, time.monotonic() - self._began, rows)
+        cut = self.weights.weights.clip.cut if isinstance(self.weights, LocalWeights) else None
+        return status_of(self.machine, self._ages, traffic, past, time.monotonic() - self._began, rows, cut)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 from thinwire.core.checks import check_choice, check_count, check_number
 from thinwire.core.records import Record
@@ -14,14 +14,15 @@ from thinwire.core.records import Record
 UNBOUNDED = 1 << 62
 """Stands for infinity among versions, which are 64-bit integers."""
 
+CODES = (None, "topk", "int8", "int4", "int2", "int1")
 CHOICES: dict[str, tuple[Any, ...]] = {
     "transfer": ("pull", "push"),
     "enforce": ("wait", "drop"),
     "alpha": ("none", "inverse", "reciprocal", "invsqrt"),
-    "compress_up": (None, "topk", "int8"),
-    "compress_down": (None, "topk", "int8"),
+    "compress_up": CODES,
+    "compress_down": CODES,
     "buffers": ("average", "local"),
-    "inner": ("adamw", "sgd"),
+    "robust": (None, "clip"),
 }
 _EVERY = re.compile(r"(?P<number>[1-9]\d*) nodes|(?P<unit>nodes|workers)(/(?P<divisor>\d+(\.\d+)?))?")
 
@@ -43,41 +44,18 @@ def alpha(rule: str, tau: int) -> float:
 
 
 @dataclass(frozen=True)
-class Gradient:
-    """The gradient of one batch at the weights that the worker received."""
-
-    steps: ClassVar[int] = 1
-
-
-@dataclass(frozen=True)
-class LocalSteps:
-    """H steps of a local optimizer; the worker hands in theta before minus theta after (a pseudo-gradient).
-
-    Attributes:
-        steps: H, batches per submission.
-        inner: "adamw" or "sgd"; its state stays in the worker.
-        lr: of the inner optimizer.
-        balance: slower workers make fewer steps, so that all take equally long (DyLU of asynchronous local SGD,
-            arXiv 2401.09135): steps * speed / speed of the fastest, rounded down, at least 1.
-    """
-
-    steps: int = 20
-    inner: str = "adamw"
-    lr: float = 4e-4
-    balance: bool = False
-
-    def __post_init__(self) -> None:
-        check_count("steps", self.steps)
-        check_choice("inner", self.inner, CHOICES["inner"])
-        check_number("lr", self.lr, above=0)
-
-
-@dataclass(frozen=True)
 class Settings(Record):
     """How server and leaders behave. Plain data: the server sends it to every node, and all nodes follow it.
 
     Attributes:
-        local_update: what a worker hands in: ``Gradient()`` or ``LocalSteps(...)``.
+        sync_every: H: a member hands in by how much H optimizer steps of its own have changed its weights (before minus
+            after), see :class:`attached.ServerSync`. None: the gradient of one batch.
+        balance: slower members make fewer of the H steps, at least 1, so that all take equally long (DyLU of
+            asynchronous local SGD, arXiv 2401.09135).
+        grace: seconds for which an update waits for more members once there are enough; whoever then still computes is
+            merged into a later update, and all wait for the next weights. "auto": the 90th percentile of how much later
+            than enough others came of late, at least 0.2 s and at most a round. None: it waits for nobody.
+        robust: "clip": a contribution longer than 3 medians of recent ones is cut to that.
         transfer: "pull": the leader sums, the server asks for the sum; "push": each submission goes to the server.
         update_every: what starts an update. ``3``: three gradients; ``"workers/2"``: floor(workers / 2) gradients (the
             rule of n-softsync); ``"nodes/2"``: floor(nodes / 2) nodes with new work; ``"3 nodes"``: three nodes, or all
@@ -93,7 +71,7 @@ class Settings(Record):
             any longer, unless submissions take more than an eighth of that.
         start_nodes: the first weights are sent when that many nodes have joined.
         deterministic: contributions are added in the order (node, worker, step), in fp64.
-        compress_up, compress_down: "topk" (the sender keeps the residual), "int8", or None.
+        compress_up, compress_down: "topk", 8, 4, 2 or 1 bits ("int8", ...; the sender keeps the residual), or None.
         density: share of the elements that "topk" keeps.
         buffers: running means of batch norms and the like. "average": each node's mean goes to the server, which keeps
             a moving average, and all have it at the end; "local": each worker keeps its own.
@@ -101,7 +79,10 @@ class Settings(Record):
 
     called = "a parameter server's settings"
 
-    local_update: Gradient | LocalSteps = field(default_factory=Gradient)
+    sync_every: int | None = None
+    balance: bool = False
+    grace: float | str | None = None
+    robust: str | None = None
     transfer: str = "pull"
     update_every: int | str = "nodes/2"
     max_staleness: int | None = 4
@@ -118,7 +99,7 @@ class Settings(Record):
     buffers: str = "average"
 
     def __post_init__(self) -> None:
-        for name in CHOICES.keys() - {"inner"}:
+        for name in CHOICES:
             check_choice(name, getattr(self, name), CHOICES[name])
         for name in ("max_staleness", "clock_limit"):
             if getattr(self, name) is not None:
@@ -131,8 +112,15 @@ class Settings(Record):
             check_count("update_every", self.update_every)
         check_number("lease_seconds", self.lease_seconds, above=0)
         check_number("density", self.density, above=0, most=1)
-        if not isinstance(self.local_update, (Gradient, LocalSteps)):
-            raise ValueError(f"local_update={self.local_update!r} must be Gradient() or LocalSteps()")
+        if self.sync_every is not None:
+            check_count("sync_every", self.sync_every)
+            if self.transfer == "pull":
+                raise ValueError('sync_every needs transfer="push": changes of local steps are not summed by nodes')
+        if self.grace is not None:
+            if self.grace != "auto":
+                check_number("grace", self.grace, least=0)
+            if self.transfer == "pull" or self.max_staleness is not None or not self.counts_nodes:
+                raise ValueError('grace needs transfer="push", max_staleness=None and update_every in nodes')
         if self.enforce == "drop" and self.transfer == "pull":
             raise ValueError('enforce="drop" needs transfer="push": a pulled sum mixes gradients of several ages')
         if self.enforce == "drop" and self.max_staleness is None:
@@ -146,6 +134,16 @@ class Settings(Record):
     def bound(self) -> int:
         """S as a number."""
         return UNBOUNDED if self.max_staleness is None else self.max_staleness
+
+    @property
+    def steps(self) -> int:
+        """Batches of a submission."""
+        return self.sync_every or 1
+
+    @property
+    def holds(self) -> bool:
+        """Whether whoever has pushed waits for the weights of the next update."""
+        return self.max_staleness == 0 or self.grace is not None
 
     @property
     def starts_per_version(self) -> int:

@@ -130,6 +130,8 @@ class ShardedWeights:
         keeps: bool, run: int, clock: Callable[[], float], tell: Callable[[str, Any, Any], None],
         on_ready: Callable[[str], None], on_failed: Callable[[str], None],
     ) -> None:  # fmt: skip
+        if settings.robust:
+            raise ValueError('robust="clip" measures whole contributions, and shards have slices: give robust=none')
         self.shards: dict[int, ShardState] = {}
         self.pieces, self._dtype = slices(layout.numel, count), layout.dtype
         self._settings, self._machine, self._theta = settings, machine, theta

@@ -20,6 +20,7 @@ class NodeStatus:
     step_seconds: float  # of one of its workers
     up_bytes: int  # since it joined
     down_bytes: int
+    cut: int = 0  # of its contributions that were longer than ``robust`` allows
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ def status_of(
     past: Sequence[int],
     seconds: float,
     shards: tuple[ShardStatus, ...] = (),
+    cut: Mapping[int, int] | None = None,
 ) -> Status:
     """``traffic``: member -> bytes from it and to it; ``past``: the same for all members that have gone."""
     rows, members = [], list(machine.members.values())
@@ -86,11 +88,15 @@ def status_of(
         up, down = traffic.get(member.number, (0, 0))
         oldest = min(member.low, member.buf_low)
         behind = machine.version - oldest if oldest <= machine.version else -1
+        cuts = (cut or {}).get(member.number, 0)
         rows.append(
-            NodeStatus(member.node, member.number, member.alive, member.seen, behind, member.step_us / 1e6, up, down)
+            NodeStatus(
+                member.node, member.number, member.alive, member.seen, behind, member.step_us / 1e6, up, down, cuts
+            )
         )
     rows.sort(key=lambda row: row.node)
-    samples = [(m.loss_sum, m.seen - m.dropped) for m in members if m.seen > m.dropped]
+    told = machine.settings.sync_every is None  # a loop of a user's says nothing of its loss
+    samples = [(m.loss_sum, m.seen - m.dropped) for m in members if told and m.seen > m.dropped]
     total = sum(count for _, count in samples)
     return Status(
         version=machine.version,

@@ -27,7 +27,7 @@ from thinwire.systems.link.peer import LocalPeer, allowance
 from thinwire.systems.parameter_server import messages as msg
 from thinwire.systems.parameter_server.compress import ServerEnd
 from thinwire.systems.parameter_server.effects import Apply
-from thinwire.systems.parameter_server.journal import Journal, Update
+from thinwire.systems.parameter_server.journal import Journal, LocalWork, Update
 from thinwire.systems.parameter_server.layout import Layout
 from thinwire.systems.parameter_server.node import NodeDriver, Uplink, WorkerPlace
 from thinwire.systems.parameter_server.outer import FlatWeights, LocalWeights, Outer, default_outer, fingerprint
@@ -36,7 +36,6 @@ from thinwire.systems.parameter_server.service import ServerDriver
 from thinwire.systems.parameter_server.settings import Settings
 from thinwire.systems.parameter_server.shard import ShardDriver, WeightSlice
 from thinwire.systems.parameter_server.shards import ShardedWeights
-from thinwire.systems.parameter_server.worker import LocalWork
 
 
 @dataclass(frozen=True)
@@ -315,7 +314,7 @@ class _NodeNow(NodeDriver):
         self.tell("up", Uplink(near, shards, self._sums))  # type: ignore[arg-type]
 
     def _worker(self, number: int) -> WorkerPlace:
-        sim, work, theta = self._sim, LocalWork(self._sim.settings.local_update), list[Tensor]()
+        sim, work, theta = self._sim, LocalWork(self._sim.settings.sync_every, self._sim.inner), list[Tensor]()
 
         def compute(message: Any) -> None:
             if not isinstance(message, msg.Work):
@@ -344,14 +343,15 @@ class _Simulation:
     def __init__(
         self, settings: Settings, nodes: int, workers: int, link: Link | Callable[[int], Link], server_link: Link,
         step_seconds: StepSeconds, parameters: Tensor | None, gradient: GradientOf | None, outer: Outer | None,
-        seed: int, payload_bytes: int, apply_seconds: float, shards: int,
+        seed: int, payload_bytes: int, apply_seconds: float, shards: int, inner: Outer | None,
     ) -> None:  # fmt: skip
-        self.settings, self.workers, self.step_seconds = settings, workers, step_seconds
+        self.inner, self.settings, self.workers, self.step_seconds = inner, settings, workers, step_seconds
         self.random, self.time, self.trace, self.lines = random.Random(seed), VirtualTime(), Trace(), list[Update]()
         self.tickets = itertools.count(1)
         self.gradient = gradient or (lambda theta, node, worker, batch: torch.zeros_like(theta))
         if parameters is None:  # the protocol alone
-            parameters, outer = torch.zeros(max(1, shards)), lambda p: torch.optim.SGD(p, lr=0.0)
+            coded = settings.compress_up or settings.compress_down  # so many elements that its headers do not count
+            parameters, outer = torch.zeros(4096 if coded else max(1, shards)), lambda p: torch.optim.SGD(p, lr=0.0)
         outer = outer or default_outer(settings, nodes)
         model = nn.Module()
         model.flat = nn.Parameter(parameters.detach().clone())
@@ -470,6 +470,7 @@ def simulate(
     parameters: Tensor | None = None,
     gradient: GradientOf | None = None,
     outer: Outer | None = None,
+    inner: Outer | None = None,
     seed: int = 0,
     faults: Sequence[Fault] = (),
     payload_bytes: int | None = None,
@@ -488,6 +489,7 @@ def simulate(
         parameters, gradient: weights ``[D]`` and (weights, node, worker, batch) -> gradient; without them only the
             protocol runs.
         outer: makes the server's optimizer; by default that of the settings.
+        inner: makes a worker's, of local steps; by default SGD with lr 0.05.
         payload_bytes: of one tensor as sent; by default that of ``parameters``.
         apply_seconds: the time the server takes for an update.
         shards: k machines, each with a link like the server's and a slice of the weights; 0: the server holds them.
@@ -503,7 +505,7 @@ def simulate(
         payload_bytes = 0 if parameters is None else parameters.numel() * parameters.element_size()
     sim = _Simulation(
         settings, nodes, workers, link, server_link, step_seconds, parameters, gradient, outer,
-        seed, payload_bytes, apply_seconds, shards,
+        seed, payload_bytes, apply_seconds, shards, inner,
     )  # fmt: skip
     for fault in faults:
         sim.time.after(fault.at_seconds, partial(sim.fault, fault))

@@ -25,7 +25,7 @@ from thinwire.systems.parameter_server.errors import NodeRefused, ServerLost
 from thinwire.systems.parameter_server.layout import Layout
 from thinwire.systems.parameter_server.messages import CODEC, Buffers, Enter, Ping, Result, Stop, Work, encode
 from thinwire.systems.parameter_server.node import Node
-from thinwire.systems.parameter_server.settings import Gradient, LocalSteps, Settings
+from thinwire.systems.parameter_server.settings import Settings
 
 GradientAt = Callable[[Tensor, int], Tensor]
 """(flat parameters, number of the batch) -> flat gradient."""
@@ -53,27 +53,12 @@ def samples_of(batch: Any) -> int:
     return next((len(part) for part in parts if isinstance(part, Tensor) and part.ndim), 1)
 
 
-class LocalWork:
-    """What one worker computes between two messages. The inner optimizer and its state stay here."""
-
-    def __init__(self, update: Gradient | LocalSteps) -> None:
-        self._update = update
-        self._x: Tensor | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
-
-    def submission(self, theta: Tensor, step: int, steps: int, gradient: GradientAt) -> Tensor:
-        """Compute submission ``step`` at ``theta``; with H local steps, theta - x of batches from step * H on."""
-        if not isinstance(self._update, LocalSteps):
-            return gradient(theta, step)
-        if self._x is None or self._optimizer is None:
-            self._x = theta.clone()
-            kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-            self._optimizer = kinds[self._update.inner]([self._x], lr=self._update.lr)
-        self._x.copy_(theta)
-        for i in range(steps):
-            self._x.grad = gradient(self._x, step * self._update.steps + i)
-            self._optimizer.step()
-        return theta - self._x
+def _check_gradients(settings: Settings) -> None:
+    if settings.sync_every is not None:
+        raise ValueError(
+            "the server expects changes of local steps, not gradients: train in a loop of your own with "
+            'attach(model, optimizer, "local", server="host:port")'
+        )
 
 
 @dataclass
@@ -82,7 +67,7 @@ class WorkerStats:
 
     Attributes:
         submissions: number handed in; steps: batches computed; samples: in these batches.
-        compute_seconds: spent in steps; waiting_seconds: spent waiting for weights.
+        compute_seconds: spent in steps.
         version: of the last weights; losses: (seconds since its start, loss) of each submission's last batch.
     """
 
@@ -90,7 +75,6 @@ class WorkerStats:
     steps: int = 0
     samples: int = 0
     compute_seconds: float = 0.0
-    waiting_seconds: float = 0.0
     version: int = -1
     losses: list[tuple[float, float]] = field(default_factory=list)
 
@@ -164,10 +148,13 @@ class Worker:
     def _reach(self) -> tuple[Peer | LocalPeer, Settings]:
         self._check()
         if isinstance(self._leader, Node):
+            settings = self._leader.settings
+            _check_gradients(settings)
             self.layout.check(self._leader.layout)
-            return self._leader.enter(self.number, self._inbox.put), self._leader.settings
+            return self._leader.enter(self.number, self._inbox.put), settings
         caller = Caller(self._leader, self._identity)
         settings = Settings.from_json(caller.note("settings"))
+        _check_gradients(settings)
         self.layout.check(Layout.from_json(caller.note("layout")))
         peer, most = caller.connect(encode(Enter(self.number))), most_bytes(settings, self.layout)
         put = self._inbox.put
@@ -177,13 +164,10 @@ class Worker:
     def _serve(self, leader: Peer | LocalPeer, settings: Settings) -> bool:
         """Serve one connection. Return True when training has ended."""
         last: Tensor | None = None
-        work = LocalWork(settings.local_update)
         averaged = settings.buffers == "average" and self.layout.buffers.numel > 0
         try:
             while True:
-                since = time.monotonic()
                 message = self._inbox.get()
-                self.stats.waiting_seconds += time.monotonic() - since
                 if isinstance(message, str):
                     return False
                 if isinstance(message, Stop):
@@ -192,7 +176,7 @@ class Worker:
                 if isinstance(message, Buffers):  # comes before the STOP
                     last = self.layout.buffers.read(message.tensor)
                 if isinstance(message, Work):
-                    result = self._compute(message, work)
+                    result = self._compute(message)
                     if averaged:
                         leader.post(Buffers(0, self.layout.buffers.flat(self.model).cpu()))
                     leader.post(result)
@@ -214,25 +198,25 @@ class Worker:
         if buffers is not None:
             self.layout.buffers.write(buffers, self.model)
 
-    def _compute(self, message: Work, work: LocalWork) -> Result:
+    def _compute(self, message: Work) -> Result:
         if message.tensor is not None:
             self._theta = self.layout.read(message.tensor)
         assert self._theta is not None
         began = time.monotonic()
         self._last_samples = 0
-        result = work.submission(self._theta, message.step, message.steps, self._gradient)
+        result = self._gradient(self._theta, message.step)
         took = time.monotonic() - began
-        time.sleep(max(0.0, self._slowdown * max(took, self._pace * message.steps) - took))
+        time.sleep(max(0.0, self._slowdown * max(took, self._pace) - took))
         seconds = time.monotonic() - began
         stats = self.stats
         stats.submissions += 1
-        stats.steps += message.steps
+        stats.steps += 1
         stats.samples += self._last_samples
         stats.compute_seconds += seconds
         stats.version = message.version
         stats.losses.append((time.monotonic() - self._began, self._last_loss))
         tensor = result if bool(result.isfinite().all()) else None
-        return Result(message.token, self._last_samples, self._last_loss, seconds / message.steps, tensor)
+        return Result(message.token, self._last_samples, self._last_loss, seconds, tensor)
 
     def _gradient(self, theta: Tensor, batch: int) -> Tensor:
         flat, self._last_loss, samples = self._take(theta, batch)
