@@ -1,6 +1,7 @@
 """CachedDataset: the same samples as without it, found again only while nothing changed, counted exactly."""
 
 import os
+import pickle
 import random
 import time
 
@@ -43,6 +44,9 @@ def test_it_gives_what_the_pipeline_without_it_gives(tmp_path):
     assert same(dataset[-1], epochs[2][-1])
     with pytest.raises(IndexError):
         dataset[60]
+    there = pickle.loads(pickle.dumps(dataset))  # in a worker that is not a fork
+    assert same(there[-1], epochs[2][-1])
+    there.close()
     dataset.close()
     with pytest.raises(ValueError, match="closed"):
         dataset[0]
