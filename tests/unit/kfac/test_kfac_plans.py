@@ -13,6 +13,7 @@ from thinwire.core.pricing.costs import Costs, Linear, Table
 from thinwire.core.pricing.merge import greedy_mgwfbp
 from thinwire.core.pricing.placement import place, place_threshold
 from thinwire.core.pricing.profiles import builtin
+from thinwire.core.program import Scope
 from thinwire.systems.kfac import KFACPlan, make_plan
 from thinwire.systems.kfac.assignment import by_cost, end_seconds, fused, optimal, up_to
 from thinwire.systems.kfac.plan import TRANSPORTS, FactorLayer
@@ -170,6 +171,8 @@ def test_predictions_are_sums_that_can_be_checked():
         total = sum(plan.elements(i) - 1 + 1 for i in range(108)) * 4 * 2 * 3 / 4
         assert p.factor_bytes == (0 if schedule == "dp" else pytest.approx(total, rel=1e-6))
         assert p.step_seconds(10, 100) < p.step_seconds()
+        sent = costs.seconds("Broadcast", Scope.WORLD, 4, 4 * 25_503_912)  # the layers' weights, in four messages
+        assert p.return_seconds == (pytest.approx(sent, rel=0.02) if schedule == "dp" else 0)
     assert found["spd"].factor_wait_seconds < found["dkfac"].factor_wait_seconds
     assert (
         found["spd"].invert_seconds + found["spd"].send_seconds
