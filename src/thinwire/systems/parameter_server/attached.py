@@ -8,6 +8,7 @@ there by the factor alpha(w - v) of its age.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
 import os
@@ -67,6 +68,7 @@ class ServerSync(LocalSync):
         self._seconds = self._began = 0.0
         self.over = self._told = False
         self._leader = node.enter(0, self._inbox.put)
+        atexit.register(node.close)  # a script may not close, and Python must not end under the node's threads
         self._receive()
         if self._version < 0:
             self.close()
@@ -214,6 +216,7 @@ class ServerSync(LocalSync):
         super().close()
         self._leader.close()
         self._node.close()
+        atexit.unregister(self._node.close)
 
 
 def attach_to_server(
