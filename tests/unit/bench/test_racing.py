@@ -10,7 +10,7 @@ import statistics
 import pytest
 
 from thinwire.core.methods.cast import Cast
-from thinwire.core.words import duration
+from thinwire.core.words import duration, times
 from thinwire.predict.choose.worth import MeasuredWorth, read_worth
 from thinwire.predict.timeline.local_steps import Periodic
 from thinwire.tools.bench import race, race_losses
@@ -148,7 +148,8 @@ def test_what_the_workers_are_worth_beside_one_alone(raced, alone, needs, said):
     assert data["sentences"][0] == said.format(after=after, are="2 workers are worth")
     assert data["next"].startswith("sync = tw.attach" if needs == 7.0 else "train on one machine")
     assert {row["label"]: row["worth"] for row in data["rows"]} == {row.label: row.worth for row in found.rows}
-    assert race_table(found).columns[-1].header == "worth"
+    shown = race_table(found).columns[-1]
+    assert [shown.header, *shown.cells] == ["worth", *(times(row.worth) for row in found.rows)]
     assert any("worth: times as soon at it as one worker alone" in line for line in basis(found))
 
 

@@ -91,6 +91,7 @@ def test_counts_may_be_those_of_numpy(chosen):
         (QSGD, {"norm": "l1"}, "norm='l1' is unknown"),
         (QSGD, {"seed": -1}, "seed=-1"),
         (QSGD, {"fusion": "some"}, "fusion='some' is unknown"),
+        (DGC, {"fusion": "mgwfbp"}, "fusion='mgwfbp' is unknown"),
         *((TernGrad, {"clip": clip}, f"clip={clip} must be a finite number") for clip in (0, float("nan"), True)),
         (OneBit, {"levels": 1}, "OneBit is SignSGD with levels=2: for levels=1 use SignSGD"),
         (SignSGD, {"vote": "majority"}, "error_feedback=False"),
