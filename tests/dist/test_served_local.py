@@ -144,7 +144,7 @@ def test_members_of_different_speed_end_with_the_servers_weights(members, codec)
 
 
 def test_members_die_stand_still_return_and_come_late(members):
-    server = Server(presets.local(4, quorum=2, start_nodes=3, lease_seconds=100.0), updates=200)
+    server = Server(presets.local(4, quorum=2, start_nodes=3, lease_seconds=300.0), updates=200)
     first = [members(server.port, number, seconds=0.002) for number in range(3)]
     server.reach(20)
     os.kill(first[1].pid, signal.SIGKILL)

@@ -420,11 +420,12 @@ def test_a_node_that_stands_still_costs_one_grace_once():
 
 
 def test_one_that_waits_goes_on_although_too_few_for_a_quorum_still_move():
-    settings = local(4, quorum=2, grace=0.5, start_nodes=4, lease_seconds=5.0)
+    settings = local(4, quorum=2, grace=0.5, start_nodes=4, lease_seconds=20.0)
     pauses = [Fault(50.0, "pause", node, for_seconds=40.0) for node in (1, 2, 3)]
-    trace = simulate(settings, nodes=4, seconds=120.0, step_seconds=equal, faults=pauses)
+    trace = simulate(settings, nodes=4, seconds=120.0, step_seconds=equal, faults=pauses, payload_bytes=100_000)
     times = [at for _, at, _ in trace.updates]
-    assert max(later - earlier for earlier, later in pairwise(times)) < 4.0 + 2.0 + 0.5 + 1.0
+    most = 4.0 + 2.0 + 0.5 + 2.0  # a round, half of one, the grace; and the server looks every two seconds
+    assert max(later - earlier for earlier, later in pairwise(times)) < most
     assert [len(rows) for _, at, rows in trace.updates if 60.0 < at < 85.0].count(1) > 4
     assert [len(rows) for _, _, rows in trace.updates][-4:] == [4] * 4
 
