@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import time
-import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -178,9 +176,10 @@ class PsNodeVerb(TrustOptions, ModelOptions):
         """Run a leader with its workers: one in this process, or several in their own processes."""
         from thinwire.systems.cli.ps_work import check_server
         from thinwire.systems.parameter_server import Node
+        from thinwire.systems.parameter_server.node import number_of_host
         from thinwire.tools.bench.models.registry import check_model
 
-        number = zlib.crc32(socket.gethostname().encode()) & 0xFFFF if self.node is None else self.node
+        number = number_of_host() if self.node is None else self.node
         asked = replace(self, node=number)
         check_server(self.server)
         check_model(self.model)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +22,7 @@ from thinwire.predict.measure.profile_model import Batches, Loss, numbered
 from thinwire.systems.link.hello import find_trust
 from thinwire.systems.link.listener import split_address
 from thinwire.systems.parameter_server.layout import Layout
-from thinwire.systems.parameter_server.node import Node
+from thinwire.systems.parameter_server.node import Node, number_of_host
 from thinwire.systems.parameter_server.outer import Outer
 from thinwire.systems.parameter_server.presets import inhad
 from thinwire.systems.parameter_server.service import Service
@@ -190,7 +188,7 @@ def run(
 def _node_number() -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         return int(os.environ.get("GROUP_RANK", "0"))
-    return zlib.crc32(socket.gethostname().encode()) & 0xFFFF
+    return number_of_host()
 
 
 def _together(

@@ -13,9 +13,7 @@ import dataclasses
 import logging
 import os
 import queue
-import socket
 import time
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -39,7 +37,7 @@ from thinwire.systems.link.hello import find_trust
 from thinwire.systems.parameter_server.errors import ServerLost
 from thinwire.systems.parameter_server.layout import Layout
 from thinwire.systems.parameter_server.messages import Buffers, Result, Stop, Work
-from thinwire.systems.parameter_server.node import Node
+from thinwire.systems.parameter_server.node import Node, number_of_host
 from thinwire.systems.parameter_server.settings import alpha
 
 logger = logging.getLogger("thinwire")
@@ -143,14 +141,14 @@ class ServerSync(LocalSync):
                     self._node.failure or "its node was closed",
                 )
             elif message.tensor is not None:
-                self._theta, self._version = self._layout.read(message.tensor), message.version
+                self._theta = self._layout.read(message.tensor).to(self.services.device)
+                self._version = message.version
                 self._write()
 
     def _write(self) -> None:
-        self._layout.write(self._theta.to(self.services.device), self._model)
+        self._layout.write(self._theta, self._model)
         if self._buffers is not None:
             self._layout.buffers.write(self._buffers, self._model)
-        self._changed()
 
     # --- what users call -----------------------------------------------------------------------------------------
 
@@ -256,9 +254,7 @@ def attach_to_server(
     check_model(model)
     check_number("patience", patience, least=0)
     optimizers = listed(optimizer)
-    number = node
-    if number is None:
-        number = zlib.crc32(f"{socket.gethostname()} {os.environ.get('RANK', '')}".encode()) & 0xFFFF
+    number = number_of_host(os.environ.get("RANK", "")) if node is None else node
     found = Node(server, number, 1, trust=find_trust(secret, keys), patience=patience)
     try:
         return joined(model, optimizers, found)

@@ -6,8 +6,10 @@ import json
 import logging
 import math
 import secrets
+import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,6 +39,11 @@ _FAREWELL_SECONDS = 5.0
 _POLL_SECONDS = 1.0
 
 logger = logging.getLogger("thinwire")
+
+
+def number_of_host(*more: str) -> int:
+    """Return the number that a node has by default: of this host's name and, if there are, ``more`` words."""
+    return zlib.crc32(" ".join([socket.gethostname(), *more]).encode()) & 0xFFFF
 
 
 class Uplink:

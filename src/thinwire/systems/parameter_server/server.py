@@ -83,6 +83,45 @@ class Member:
         return self.granted
 
 
+class Grace:
+    """For how long an update waits for more members once there are enough: the rule of ``Settings.grace``."""
+
+    def __init__(self, setting: float | str | None) -> None:
+        self._setting = setting
+        self._enough_at: float | None = None  # when there was enough for the update, and the grace began
+        self._enough_before = self._made_at = 0.0  # for the last update; when that was made
+        self._lags, self._rounds = deque[float](maxlen=64), deque[float](maxlen=8)  # seconds
+
+    @property
+    def usual(self) -> float | None:
+        """Seconds of a round of late; None: not known."""
+        return statistics.median(self._rounds) if self._rounds else None
+
+    @property
+    def seconds(self) -> float:
+        if self._setting != "auto":
+            return float(self._setting or 0)
+        lags, most = sorted(self._lags), self.usual or _LEAST_GRACE
+        return max(_LEAST_GRACE, min(lags[int(0.9 * len(lags))], most)) if lags else _LEAST_GRACE
+
+    def is_over(self, now: float) -> bool:
+        """Begin it, if it has not begun for this update; return whether it has passed."""
+        if self._enough_at is None:
+            self._enough_at = now
+        return now >= self._enough_at + self.seconds
+
+    def came(self, now: float, *, late: bool) -> None:
+        """Note that a member came; ``late``: after the update of its round."""
+        if (began := self._enough_before if late else self._enough_at) is not None:
+            self._lags.append(now - began)
+
+    def made(self, now: float) -> None:
+        """Note that the update was made."""
+        if self._enough_at is not None:
+            self._rounds.append(now - self._made_at)
+            self._enough_before, self._enough_at, self._made_at = self._enough_at, None, now
+
+
 class Server:
     """The scheduler: counts iteration numbers and decides when to pull and update.
 
@@ -132,9 +171,7 @@ class Server:
         self._asked = 0
         self._inbox: list[msg.Message] = []
         self._since = 0.0  # work waits for an update
-        self._enough_at: float | None = None  # when there was enough for the update, and the grace began
-        self._enough_before = self._made_at = 0.0  # for the last update; when that was made
-        self._lags, self._rounds = deque[float](maxlen=64), deque[float](maxlen=8)  # seconds
+        self._grace = Grace(settings.grace)
         self._out: list[Effect] = []
         self._now = 0.0
 
@@ -160,9 +197,7 @@ class Server:
         self.counters["applied"] += len(rows)
         self.counters["empty"] += not rows
         self.arrived, self.came, self._since = [], set(), now
-        if self._enough_at is not None:
-            self._rounds.append(now - self._made_at)
-            self._enough_before, self._enough_at, self._made_at = self._enough_at, None, now
+        self._grace.made(now)
         self._grant_after_update()
         self._fire()
         while self._inbox and not self.applying:
@@ -295,8 +330,7 @@ class Server:
             self._unused(message, "late")
             self._note(member, message)
             return
-        if (began := self._enough_before if member.number in self.late else self._enough_at) is not None:
-            self._lags.append(self._now - began)
+        self._grace.came(self._now, late=member.number in self.late)
         self._note(member, message)
         member.ack = max(member.ack, message.in_total)
         self._refresh(member)
@@ -356,10 +390,11 @@ class Server:
         waits = stands | self._fresh | self.came
         since = min([self._since, *(table[number].moved for number in stands)])
         patience = max(self.settings.lease_seconds, _SLOWER * max((m.took for m in table.values()), default=0.0))
-        late = [m for m in table.values() if max(m.moved, since) + patience < now >= m.heard]
-        if self.settings.grace is not None and self._rounds and stands:  # who takes half as long again as a round
-            usual = 1.5 * statistics.median(self._rounds)
-            late = [m for m in table.values() if max(m.moved + usual, since) + self.grace < now]
+        if self.settings.grace is not None and stands and (usual := self._grace.usual) is not None:
+            grace = self._grace.seconds  # for who takes half as long again as a round
+            late = [m for m in table.values() if max(m.moved + 1.5 * usual, since) + grace < now]
+        else:
+            late = [m for m in table.values() if max(m.moved, since) + patience < now >= m.heard]
         for number in [m.number for m in late]:
             if number in self.pending:
                 self._drop(number)
@@ -394,22 +429,11 @@ class Server:
         """Whether the update that could be made waits for more members; those that it waits for no longer are late."""
         if self.settings.grace is None:
             return False
-        if self._enough_at is None:
-            self._enough_at = self._now
         missing = self.members.keys() - self.late - self.came
-        if missing and self._now < self._enough_at + self.grace:
+        if not self._grace.is_over(self._now) and missing:
             return True
         self.late |= missing
         return False
-
-    @property
-    def grace(self) -> float:
-        """Seconds from the moment when enough members have come to the update."""
-        if self.settings.grace != "auto":
-            return float(self.settings.grace or 0)
-        lags = sorted(self._lags)
-        most = statistics.median(self._rounds) if self._rounds else _LEAST_GRACE
-        return max(_LEAST_GRACE, min(lags[int(0.9 * len(lags))], most)) if lags else _LEAST_GRACE
 
     def _all_stand(self) -> bool:
         """Whether nobody can send more: pushes at S = 0 are answered after the update, so these must be enough."""
