@@ -83,6 +83,7 @@ def _one(function, rank, size, port, args, init, fresh):
     try:
         if init:
             dist.init_process_group("gloo")
+            dist.barrier()  # a rank whose part is over at once may not leave before the others have connected to it
         result = function(rank, size, *args)
         if init and dist.is_initialized():
             dist.destroy_process_group()
