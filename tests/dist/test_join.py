@@ -138,6 +138,40 @@ def test_local_steps_of_any_kind_end_with_equal_weights_after_two_epochs(options
         assert float(cases.loss_of(net, 1, 5, dtype=torch.float64)) < start
 
 
+def _from_the_start(rank, size):
+    """Rank 0 has no data in the first epoch; in the second all have."""
+    found = {}
+    cases_ = [(name, *case) for name, *case in CASES if case[-1] == {}]
+    cases_ += [("auto", "auto", {}, {}), ("local", "local", {"sync_every": 2, "codec": "int8"}, {})]
+    for name, method, options, _ in cases_:
+        net = cases.model(dtype=torch.float64)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        with tw.attach(net, optimizer, method, timeout=30, **options) as sync:
+            for epoch in range(2):
+                with sync.join():
+                    for step in range((0, 3)[rank] if epoch == 0 else 12):
+                        cases.down(cases.loss_of(net, rank, 100 * epoch + step, dtype=torch.float64), optimizer)
+            if method == "local":
+                sync.finish()
+        found[name] = cases.weights(net)
+    return found
+
+
+def test_a_rank_may_have_no_data_from_the_start():
+    """What is planned by the first steps is planned when all ranks make some."""
+    first, second = run(_from_the_start, 2, seconds=120)
+    for name, weights in first.items():
+        assert all(torch.equal(a, b) for a, b in zip(weights, second[name], strict=True)), name
+    net = cases.model(dtype=torch.float64)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    for epoch, ranks in ((0, [1]), (1, [0, 1])):
+        for step in range(3 if epoch == 0 else 12):
+            losses = [cases.loss_of(net, rank, 100 * epoch + step, dtype=torch.float64) for rank in ranks]
+            cases.down(sum(losses) / len(ranks), optimizer)
+    for a, b in zip(first["mean of those with data"], net.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
 def _refused(rank, size):
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)

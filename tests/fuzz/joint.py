@@ -34,11 +34,15 @@ class Joint:
 
     def play(self, first):
         for place, event in enumerate(self.case["events"][first:], first):
-            self.place, micros = place, event["micro"] + 1
-            numbers = range(self.number + 1, self.number + 1 + micros)
-            self.number += micros
-            self._turn(self.both, event, [(self.rank, n) for n in numbers])
-            self._turn(self.alone, event, [(rank, n) for rank in range(2) for n in numbers])
+            self.place, left = place, event.get("left", [1, 1])  # batches of each rank
+            with self.both[2].join() if "left" in event else contextlib.nullcontext():
+                for turn in range(max(left)):
+                    numbers = range(self.number + 1, self.number + 2 + event["micro"])
+                    self.number = numbers[-1]
+                    going = [rank for rank in range(2) if turn < left[rank]]
+                    if self.rank in going:
+                        self._turn(self.both, event, [(self.rank, n) for n in numbers])
+                    self._turn(self.alone, event, [(rank, n) for rank in going for n in numbers])
             self._compare()
         self.place = "the end"
         for _, _, sync, _ in (self.both, self.alone):

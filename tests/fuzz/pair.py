@@ -57,11 +57,12 @@ def _one(case, rank, place, folder):
     from fuzz.gradients import Gradients
     from fuzz.joint import Joint
     from fuzz.local_steps import LocalSteps
+    from fuzz.paces import Paces
     from fuzz.player import LOCAL, Mismatch
     from fuzz.sites import Sites
 
     family = LocalSteps if case["method"] in LOCAL else Gradients
-    player = {"joint": Joint, "sites": Sites}.get(case.get("family"), family)(case, rank, folder)
+    player = {"joint": Joint, "paces": Paces, "sites": Sites}.get(case.get("family"), family)(case, rank, folder)
     player.place = "attach"
     try:
         if place is None:

@@ -34,8 +34,8 @@ OPTIMIZERS = [
 def make(seed):
     """The script of a seed, as plain data."""
     family = random.Random(f"family {seed}")
-    if (chance := family.random()) < 0.12:
-        return (_sites if chance < 0.06 else _joint)(seed, family)
+    if (chance := family.random()) < 0.18:
+        return (_sites if chance < 0.06 else _joint if chance < 0.12 else _paces)(seed, family)
     draw = random.Random(seed)
     local = draw.random() < 0.25
     case = {"seed": seed, "model": _model(draw)}
@@ -119,6 +119,33 @@ def _joint(seed, draw):
          "last": draw.choice(ends), "clip": draw.choice([None, None, 0.1])}
         for _ in range(draw.choice([3, 5, 8]))
     ]  # fmt: skip
+    for event in case["events"]:
+        if case["method"] == "ssgd" and case["kfac"] is None and event["last"] == "backward" and draw.random() < 0.3:
+            event["left"] = draw.choice([[1, 2], [3, 1], [0, 2]])
+    return case
+
+
+def _paces(seed, draw):
+    """Local steps of two ranks whose speeds differ, and change."""
+    case = {"seed": seed, "family": "paces", "method": "local", "model": {"blocks": [], "dtype": "float64"}}
+    case["model"]["blocks"] = draw.choices(
+        [{"kind": "linear", "bias": True}, {"kind": "layernorm"}], k=draw.choice([1, 2])
+    )
+    every = draw.choice([2, 3, 4, 6, 8])
+    case["options"] = {"sync_every": every, "codec": draw.choice(["none", "int8", "int4", "int2"])}
+    if draw.random() < 0.4:
+        case["options"]["fragment_sync_delay"] = draw.randrange(1, every)
+        case["options"] |= {"fragments": 2} if draw.random() < 0.5 else {}
+    if draw.random() < 0.3:
+        case["options"]["look"] = 0.3
+    case["total"] = draw.randrange(1, 8 * every)
+    speeds = [1.0, 1.05, 1.5, 2.0, 4.0, 9.0]
+    case["events"] = [{"do": "speed", "at": 0, "seconds": [draw.choice(speeds), draw.choice(speeds)]}]
+    for at in sorted(draw.randrange(case["total"]) for _ in range(draw.choice([0, 1, 2, 3]))):
+        again = {"do": "again", "at": at}
+        case["events"].append(
+            draw.choice([again, case["events"][0] | {"at": at, "seconds": draw.choices(speeds, k=2)}])
+        )
     return case
 
 
@@ -354,7 +381,8 @@ PLAIN = {"end": "step", "zero": "none", "last": "backward", "micro": 0, "kind": 
 NEEDED = {
     "seed", "model", "method", "options", "attach", "optimizers", "events", "blocks", "part", "lr", "density", "rank",
     "min_rate", "sync_every", "codec", "do", "mode", "who", "which", "how", "where", "state", "what", "kinds",
-    "inference", "shapes", "when", "init_scale", "growth_interval", "times", "turn", "targets",
+    "inference", "at", "seconds", "total", "shapes", "when", "init_scale", "growth_interval", "times", "turn",
+    "targets",
 }  # fmt: skip
 
 
@@ -380,7 +408,7 @@ def smaller(case):
         else:
             place[path[-1]] = plain
         if "scaler" not in other:
-            other["attach"].pop("scaler", None)
+            other.get("attach", {}).pop("scaler", None)
         return other
 
     events = case["events"]
@@ -392,7 +420,7 @@ def smaller(case):
     yield from itertools.starmap(
         without, sorted(spots(case), key=lambda spot: (len(spot[0]) > 3, order.get(spot[0][0], 2)))
     )
-    if case.get("family") == "joint":
+    if case.get("family") in ("joint", "paces"):
         return
     if case["optimizers"] != [plain := {"kind": "SGD", "options": {"lr": 0.1}, "part": "all"}]:
         yield case | {"optimizers": [plain]}

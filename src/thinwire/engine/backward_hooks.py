@@ -385,7 +385,8 @@ class BackwardHooks:
         self._note()
         self.expected = None
         session.averaged(buckets.nbytes)
-        if not self._controller.rebuilt or self._controller.timings is not None:
+        measures = not self._controller.rebuilt or self._controller.timings is not None
+        if measures and (self.going is None or self.going.all):  # a rank without data has nothing to measure
             decision = self._controller.after_step(step if observed else None, backward_seconds)
             if decision is not None:
                 self.follow(decision)

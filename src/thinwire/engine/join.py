@@ -20,11 +20,15 @@ _CALL = "join()"
 
 
 class StillTraining:
-    """Which ranks still have data, as all say before each backward. ``initial``: averages count those without, too."""
+    """Which ranks still have data, as all say before each backward. ``initial``: averages count those without, too.
+
+    ``all``: whether every rank had some at the last backward.
+    """
 
     def __init__(self, comm: Communicator, *, initial: bool) -> None:
         self._comm, self._initial = comm, initial
         self.ranks: list[int] = []  # at the last backward
+        self.all = True
         self._factor: float | None = None
 
     def told(self, here: bool) -> bool:
@@ -32,7 +36,7 @@ class StillTraining:
         rows = self._comm.gather(bytes([here]), _CALL)
         going = [rank for rank, row in enumerate(rows) if row[0]]
         self._factor = 1.0 if self._initial or not going else len(rows) / len(going)
-        self.ranks = going or self.ranks
+        self.ranks, self.all = going or self.ranks, len(going) == len(rows)
         return bool(going)
 
     def factor(self) -> float:
