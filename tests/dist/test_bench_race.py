@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import time
 
 import pytest
 import torch
@@ -213,6 +214,33 @@ def test_a_model_that_is_used_in_parts_trains_where_ddp_knows_of_it():
         assert error == ""
         assert len(ddp) == 4
         assert ssgd[:4] == ddp
+
+
+CALLS = []
+
+
+def slow_on_rank_1():
+    def loss(model, step, rank):
+        CALLS.append(step)
+        time.sleep(0.03 * rank)
+        return model(torch.full((2, 4), 1.0 + rank)).square().mean()
+
+    return torch.nn.Linear(4, 1), loss
+
+
+def _at_own_pace(rank, size):
+    CALLS.clear()
+    rows = parse_rows("local:sync_every=8:codec=int8:pace=own")
+    spec = BenchSpec("test_bench_race:slow_on_rank_1", rows, size, steps=12, rounds=2, warmup=8, speeds=(1.0, 0.5))
+    (_, row), contender = worker.run(spec).rows, RowOnRank(Row("alone", "alone"), spec, None)
+    return row.error, len(row.losses), len(row.step_seconds), len(CALLS), contender.fastest
+
+
+def test_at_its_own_pace_a_slow_rank_makes_fewer_steps_of_a_row_and_is_timed_over_whole_periods():
+    (*fast, made, fastest), (*slow, fewer, _) = run(_at_own_pace, 2)
+    assert fast == slow == ["", 8 + 16 + 8 + 16, 32]
+    assert fewer < made
+    assert fastest  # alone needs nobody else
 
 
 @pytest.mark.slow

@@ -199,6 +199,7 @@ race chargpt --methods acp,acp -> given twice
 race chargpt --workers 1 -> --workers 1: a race needs at least 2
 race chargpt --minutes 0 -> --minutes 0 must be above 0
 race chargpt --seeds 0 -> --seeds 0 must be at least 1
+race chargpt --workers 2 --speeds 1,1,0.5 -> --speeds '1,1,0.5': give
 race chargpt --steps 50 -> --steps 50: a run has at least 100 steps
 race chargpt --steps 200 --schedule linear -> --schedule
 race chargpt --methods accumulate:every=1 -> accumulate: every=1 must be a whole number of at least 2

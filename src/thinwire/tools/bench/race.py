@@ -63,6 +63,8 @@ DEFAULT_METHODS = (
     "local:sync_every=16:codec=int2"
 )
 """What needs no method, the exact average, and what the planner recommends somewhere."""
+OWN_PACE = parse_rows("local:pace=own,local:sync_every=4:codec=int2:pace=own,local:sync_every=16:codec=int2:pace=own")
+"""More methods for machines of different speed."""
 
 LONGER_PERIODS = tuple(zip((50.0, 100.0), parse_rows("local:sync_every=32:codec=int2,local:sync_every=64:codec=int2")))
 """More methods, where DDP's exchange takes at least so many times as long as computing: half the period would still
@@ -80,6 +82,7 @@ class RaceSpec:
 
     ``link_bits`` None: no limit; ``seeds`` None: as many as fit.
     ``steps``: of each run; None: as many as fit into ``minutes``. ``schedule``: of the learning rate, over a run.
+    ``speeds``: of the workers beside the fastest, 1, which is the first; (): all are as fast.
     ``longer``: (ratio, row) pairs that race only where DDP's step sends for that many times as long as it computes.
     """
 
@@ -95,6 +98,7 @@ class RaceSpec:
     longer: tuple[tuple[float, Row], ...] = ()
     steps: int | None = None
     schedule: bool = True
+    speeds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.minutes < math.inf:
@@ -219,8 +223,9 @@ def run_race(asked: RaceSpec, context: RunContext) -> RaceResult:
         nonlocal runs
         length = round(share * steps)
         setup = TrainingSetup(
-            asked.model, asked.workers, length, max(1, length // _POINTS), None, asked.device, asked.schedule
-        )
+            asked.model, asked.workers, length, max(1, length // _POINTS), None, asked.device, asked.schedule,
+            asked.speeds,
+        )  # fmt: skip
 
         def launch(command: list[str], **options: Any) -> Launched:  # only if something is not known yet
             at = f", {rate:.3g} x the learning rate" if budget.search else ""
@@ -349,7 +354,8 @@ def measure(asked: RaceSpec, context: RunContext) -> LinkTimes:
     steps, turns = timed or _timed(asked, alone, wire) or (2, 1)
     spec = BenchSpec(model=asked.model, rows=asked.rows, workers=asked.workers, ranks_per_node=asked.ranks_per_node,
                      link=asked.link, link_bits=asked.link_bits, steps=steps, rounds=turns, warmup=_WARMUP,
-                     operation_seconds=max(300.0, 60 * asked.minutes), device=asked.device)  # fmt: skip
+                     operation_seconds=max(300.0, 60 * asked.minutes), device=asked.device,
+                     speeds=asked.speeds)  # fmt: skip
     total = sum(_steps_of(row, steps, turns) for row in (Row(COMPUTE, COMPUTE), *asked.rows))
     context.tell(f"seconds per step on {asked.link or 'a link without a limit'}", total)
     began = time.monotonic()

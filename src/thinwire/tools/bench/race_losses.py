@@ -49,7 +49,10 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What all compared rows share. ``rate``: what factors multiply; None: the rate of the model's optimizer."""
+    """What all compared rows share. ``rate``: what factors multiply; None: the rate of the model's optimizer.
+
+    ``speeds``: of the ranks beside the fastest; (): all are as fast.
+    """
 
     model: str
     workers: int = 2
@@ -58,13 +61,15 @@ class TrainingSetup:
     rate: float | None = 1e-3
     device: str = "cpu"
     schedule: bool = False
+    speeds: tuple[float, ...] = ()
 
     def spec(self, rows: Iterable[Row], factor: float, seed: int) -> BenchSpec:
         named = self.rate is not None
         model = f"{self.model}:lr={self.rate * factor:g}" if self.rate is not None else self.model
         return BenchSpec(model=model, rows=tuple(rows), workers=self.workers, steps=self.steps, warmup=0, seed=seed,
                          curves=True, every=self.every, timeout_seconds=36000.0,
-                         rate_factor=1.0 if named else factor, device=self.device, schedule=self.schedule)  # fmt: skip
+                         rate_factor=1.0 if named else factor, device=self.device, schedule=self.schedule,
+                         speeds=self.speeds)  # fmt: skip
 
 
 def cache_folder() -> Path:
@@ -113,6 +118,8 @@ def _key(spec: BenchSpec, row: Row) -> str:
     told = {"model": spec.model, "workers": spec.workers, "steps": spec.steps, "every": spec.every, "seed": spec.seed,
             "row": [row.kind, row.options, row.plan],
             "device": spec.device, "rate_factor": spec.rate_factor, "schedule": spec.schedule}  # fmt: skip
+    if row.options.get("pace") == "own":  # all others take the same steps at any speed
+        told["speeds"] = spec.speeds
     return digest_of([told, text_digest(), sys.version, own_digest(spec.model), own_digest(row.kind)])
 
 

@@ -109,8 +109,8 @@ class RoundRobin:
         """Run ``untimed`` steps, then ``steps`` timed ones. Ranks start the timed ones together and agree at the end.
 
         A row that exchanges only every few steps runs whole periods, and goes on until everything it has sent is
-        merged, since nothing may be in flight during the turns of others. Those steps count if there are no untimed
-        ones.
+        merged, since nothing may be in flight during the turns of others; not if ranks have their own pace. Those steps
+        count if there are no untimed ones.
         """
         contender, label = row_run.contender, row_run.record.label
         if contender is None:
@@ -151,14 +151,14 @@ class RoundRobin:
 
     def _steps(self, contender: RowOnRank, label: str, number: int) -> list[StepTime]:
         """Run steps. A loss that is not finite is reported after the last: others may still exchange with this rank."""
-        made = []
-        for _ in range(number):
+        made, begun = list[StepTime](), contender.steps
+        while contender.steps < begun + number or not getattr(contender.sync, "in_step", True):
             made.append(took := contender.step(self.rank))
             say(self.rank, row=label, step=contender.steps, loss=round(took.loss, 4), seconds=round(took.seconds, 4))
-        for step, took in enumerate(made, contender.steps - number + 1):
+        for step, took in enumerate(made, begun + 1):
             if not math.isfinite(took.loss):
                 raise ArithmeticError(f"the loss is {took.loss} at step {step}")
-        return made
+        return _as_fastest(made, contender.steps - begun) if contender.own_pace else made
 
     def _sent(self, contender: RowOnRank) -> float | None:
         if self.interface is None:
@@ -173,7 +173,8 @@ class RoundRobin:
         period = row_run.contender.period
         seconds = [row for part in (early, late, times) for row in _by_period(part, period)]
         untimed = len(early) + len(late)
-        slowest = of_all_ranks(torch.tensor(seconds, dtype=torch.float64), untimed, period, self.control)
+        counts = dist.ReduceOp.MIN if row_run.contender.fastest else dist.ReduceOp.MAX
+        slowest = of_all_ranks(torch.tensor(seconds, dtype=torch.float64), untimed, period, self.control, counts)
         leaders = float(is_node_leader()) if self.interface else 1.0
         sums = torch.tensor([*(t.loss for t in (*early, *times, *late)), sent or 0.0, leaders], dtype=torch.float64)
         dist.all_reduce(sums, dist.ReduceOp.SUM, self.control)
@@ -217,9 +218,10 @@ def _whole(steps: int, period: int) -> int:
 
 
 def of_all_ranks(
-    own: torch.Tensor, untimed: int, period: int = 1, group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
-    """Return the seconds ``[steps, columns]`` of the slowest rank; a collective.
+    own: torch.Tensor, untimed: int, period: int = 1, group: dist.ProcessGroup | None = None,
+    counts: Any = dist.ReduceOp.MAX,
+) -> torch.Tensor:  # fmt: skip
+    """Return the seconds ``[steps, columns]`` of the slowest rank, or of the fastest (MIN); a collective.
 
     The first column of a timed step: from when the last rank has ended the one before until the last has ended it. On a
     long wire ranks take turns in waiting for one another, and the slowest of each step would add up to more than the
@@ -227,7 +229,7 @@ def of_all_ranks(
     """
     found = own.clone()
     found[untimed:, 0] = found[untimed:, 0].cumsum(0)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    dist.all_reduce(found, counts, group)
     found[untimed:, 0] = found[untimed:, 0].diff(prepend=found.new_zeros(1))
     for first in range(untimed, len(found), period) if period > 1 else ():
         found[first : first + period, 0] = found[first : first + period, 0].mean()
@@ -241,6 +243,12 @@ def _by_period(times: list[StepTime], period: int) -> list[list[float]]:
         return rows
     parts = [rows[i : i + period] for i in range(0, len(rows), period)]
     return [[sum(column) / len(part) for column in zip(*part)] for part in parts for _ in part]
+
+
+def _as_fastest(made: list[StepTime], number: int) -> list[StepTime]:
+    """Return a slow rank's steps as those that the fastest has made meanwhile: as many on all ranks."""
+    seconds, forward, host, loss = (sum(column) for column in zip(*(asdict(took).values() for took in made)))
+    return [StepTime(seconds / number, forward / number, host / number, loss / len(made))] * number
 
 
 def say(rank: int, **fields: Any) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -25,11 +26,12 @@ from thinwire.predict.measure.kernels import Stopwatch
 from thinwire.tools.bench.device import rank_device
 from thinwire.tools.bench.models.registry import build_model
 from thinwire.tools.bench.models.workload import Workload
-from thinwire.tools.bench.rows import COMPUTE, EVERY, Row
+from thinwire.tools.bench.rows import ALONE, COMPUTE, EVERY, Row
 from thinwire.tools.bench.session import BenchSpec
 from thinwire.tools.bench.trainer import OptimizerLike, build_trainer
 
 ONE_BUCKET_MB = 1_000_000
+_UNENDING = 1 << 40
 UNUSED = (
     "some parameters got no gradient in the step before, which DDP must know of: return a Workload with "
     "find_unused_parameters=True"
@@ -47,7 +49,10 @@ class StepTime:
 
 
 class RowOnRank:
-    """One row, built and stepped. ``initial``: sums of the weights as built, which must be those of all rows."""
+    """One row, built and stepped. ``initial``: sums of the weights as built, which must be those of all rows.
+
+    ``fastest``: its seconds are the fastest rank's, because it does without the others.
+    """
 
     def __init__(self, row: Row, spec: BenchSpec, group: Any) -> None:
         device = rank_device(spec.device)
@@ -61,6 +66,8 @@ class RowOnRank:
         self.module: nn.Module = self.workload.model
         self.sync: Any = None
         self.steps = 0
+        self._numbers: Iterator[int] = count(1)
+        self.fastest = bool(spec.speeds) and row.kind in (COMPUTE, ALONE)
         self.close: Callable[[], None] = lambda: None
         self._evaluated: Callable[[], AbstractContextManager[None]] = nullcontext
         self._period = self._every
@@ -73,7 +80,7 @@ class RowOnRank:
         self.optimizer = optimizers[0] if len(optimizers) == 1 else Several(optimizers)
         if row.is_thinwire:
             self._attach(optimizers)
-        elif row.kind not in (COMPUTE, "alone"):
+        elif row.kind not in (COMPUTE, ALONE):
             self._wrap(group)
 
     def step(self, rank: int) -> StepTime:
@@ -97,7 +104,7 @@ class RowOnRank:
         if sends:
             self.optimizer.step()
         end = mark()
-        self.steps += 1
+        self.steps = next(self._numbers)
         host = time.thread_time() - host
         value = loss.item()  # on a GPU the marks can be read from here on
         return StepTime(between(start, end), between(start, forward), host, value)
@@ -115,7 +122,11 @@ class RowOnRank:
     @property
     def travelling(self) -> bool:
         """Whether something was sent that a later step merges; the same on all ranks."""
-        return isinstance(self.sync, LocalSync) and bool(self.sync.pending)
+        return isinstance(self.sync, LocalSync) and bool(self.sync.pending) and not self.own_pace
+
+    @property
+    def own_pace(self) -> bool:
+        return self.row.options.get("pace") == "own"
 
     @property
     def stats(self) -> Stats | None:
@@ -149,6 +160,9 @@ class RowOnRank:
             self.sync = thinwire.attach(self.workload.model, optimizers, self.row.kind, **self.row.pinned, **plan)
             if isinstance(self.sync, LocalSync):
                 self._evaluated = self.sync.outer_weights
+            if self.own_pace:
+                self._numbers = self.sync.steps(_UNENDING)
+                self.steps = next(self._numbers)
         self.close = self.sync.close
 
     def _wrap(self, group: Any) -> None:

@@ -23,7 +23,7 @@ class BenchSpec(Record):
     first train until they reach its last loss, for at most as many seconds. With ``target``, a held-out loss, rows
     train in turns of ``every`` steps until they reach it or have made ``steps``. ``rate_factor`` multiplies learning
     rates; with ``schedule`` they rise and fall over ``steps``. ``operation_seconds`` is the time-out of one collective;
-    ``link_bits`` None: no limit.
+    ``link_bits`` None: no limit. ``speeds``: of the ranks beside the fastest, 1; (): all are as fast.
     """
 
     called: ClassVar[str] = "the settings of a bench run"
@@ -47,6 +47,7 @@ class BenchSpec(Record):
     rate_factor: float = 1.0
     device: str = "cpu"
     schedule: bool = False
+    speeds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("workers", "ranks_per_node", "steps", "rounds", "warmup", "every"):
@@ -167,7 +168,8 @@ def run_session(
     with tempfile.TemporaryDirectory(prefix="thinwire-bench-") as folder:
         out = Path(folder) / "record.json"
         command = python("-m", "thinwire.tools.bench.worker", spec.to_json(), str(out))
-        launched = launch(command, on_line=words, timeout_seconds=spec.timeout_seconds)
+        slow = {"slow": {rank: 1 / speed for rank, speed in enumerate(spec.speeds)}} if spec.speeds else {}
+        launched = launch(command, on_line=words, timeout_seconds=spec.timeout_seconds, **slow)
         if launched.exit_code == 0 and out.exists():
             return RunRecord.from_json(out.read_text()), launched
     if launched.exit_code == 124:

@@ -158,7 +158,7 @@ def first_answer(question: Question, ranking: Ranking, *, lossy: bool, of: Quest
         wire = "" if question.speeds else _faster(question, lossy)
         return f"use one worker alone{wire}: {said} (DDP: {times(ddp)}), {ground}"
     beside = "" if best.exact else f" (DDP: {times(ddp)})"
-    race = "" if question.worth or best.exact or at_own_pace(best) else "; race it"
+    race = "" if question.worth or best.exact else "; race it"
     on, machines = (f" on {machines} alone", "they") if few else ("", machines)
     soon = f"{machines} reach the loss {times(best.worth or 1.0)} times as soon as one alone"
     return f"use {_named(best)}{on}: {soon}{beside}, {ground}{race}"

@@ -41,6 +41,7 @@ class RaceVerb(LabOptions, DeviceOption, JsonOption):
     seeds: int | None = option(
         None, "Number of seeds on which methods are compared; by default 3 or 1, as many as fit."
     )
+    speeds: str | None = option(None, "Speeds of the workers beside the fastest, which is this machine's: 1,1,0.5,0.5.")
     out: Path = option(Path("thinwire-out"), "Folder for race.json and race.png.", writes="folder")
     fresh: bool = option(False, "Forget earlier results: measure and train again.")
 
@@ -51,6 +52,7 @@ class RaceVerb(LabOptions, DeviceOption, JsonOption):
         from thinwire.tools.bench.race import (
             DEFAULT_METHODS,
             LONGER_PERIODS,
+            OWN_PACE,
             RaceSpec,
             RunContext,
             run_race,
@@ -58,12 +60,15 @@ class RaceVerb(LabOptions, DeviceOption, JsonOption):
         from thinwire.tools.bench.race_answer import curves, race_data
         from thinwire.tools.bench.rows import parse_rows
         from thinwire.tools.bench.summary import loss_picture
+        from thinwire.tools.cli.plan_inputs import read_speeds
 
         check_device(self.device)
         check_model(self.model)
+        speeds = () if self.speeds is None else read_speeds(self.speeds, self.workers, self.ranks_per_node)
         rows = parse_rows(DEFAULT_METHODS if self.methods is None else self.methods)
+        rows += OWN_PACE if speeds and self.methods is None else ()
         longer = LONGER_PERIODS if self.methods is None else ()
-        more = {**self.wire, "rows": rows, "longer": longer, "schedule": self.schedule == "cosine"}
+        more = {**self.wire, "rows": rows, "longer": longer, "schedule": self.schedule == "cosine", "speeds": speeds}
         asked, cluster = RaceSpec(**{**self.part(RaceSpec), **more}), self.cluster
         if asked.link and lab.available() == "loopback":
             raise RunFailed(
@@ -95,7 +100,8 @@ class RaceVerb(LabOptions, DeviceOption, JsonOption):
 def _title(found: RaceResult) -> str:
     asked, record = found.asked, found.measured.record
     link = f"link {asked.link}" if asked.link else "link without a limit"
-    return f"{record.describe}; {record.parameters / 1e6:.3g} M parameters, {asked.workers} workers, {link}"
+    speeds = f" of speeds {', '.join(f'{speed:g}' for speed in asked.speeds)}" if asked.speeds else ""
+    return f"{record.describe}; {record.parameters / 1e6:.3g} M parameters, {asked.workers} workers{speeds}, {link}"
 
 
 def basis(found: RaceResult) -> list[str]:
