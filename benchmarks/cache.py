@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import os
 import random
 import signal
@@ -21,6 +22,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +35,34 @@ from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader
 
 import thinwire as tw
+from thinwire.core.kernels.seeding import generator
 from thinwire.systems.data.arena import table_bytes
 from thinwire.systems.data.values import pack
 from thinwire.tools.bench.models.digits import network
 
 RESULTS = Path(__file__).parent / "results" / "cache.json"
+
+
+def lru_hit_rate(cached: float) -> float:
+    """Return the hit rate of least-recently-used, with a fresh shuffle per epoch, in the limit of many samples.
+
+    A sample at place x of one epoch and y of the next has seen 1 - x (1 - y) of the others in between, and is still
+    cached if that is below c; the probability is c + (1 - c) ln(1 - c).
+    """
+    return cached + (1 - cached) * math.log1p(-cached) if cached < 1 else 1.0
+
+
+def simulate_lru(samples: int, capacity: int, epochs: int, *, dropped: int = 2, seed: int = 0) -> float:
+    """Return the hit rate of a real LRU list for ``capacity`` samples over epochs, the first ``dropped`` left out."""
+    read = lru_cache(capacity)(lambda sample: sample)
+    hits = []
+    for epoch in range(epochs):
+        for sample in torch.randperm(samples, generator=generator(seed, epoch)).tolist():
+            read(sample)
+        hits.append(read.cache_info().hits)
+    return (hits[-1] - (hits[dropped - 1] if dropped else 0)) / (samples * (epochs - dropped))
+
+
 SHARES = (1.0, 0.5, 0.1)
 SIDE = 8
 PASSES = {1: 16, 4: 4, 16: 1}
@@ -246,20 +271,20 @@ def run(loaders: dict[str, Any], caches: dict[str, Any], repeats: int, rounds: i
         table.add_column(column, justify="left" if column == "input" else "right")
     rows = {}
     base, decoded = (
-        statistics.median(split.passes[what].seconds for split in splits) for what in (tw.data.stall.SYNTHETIC, DECODED)
+        statistics.median(split[what].seconds for split in splits) for what in (tw.data.stall.SYNTHETIC, DECODED)
     )
     for what in loaders:
-        seconds = statistics.median(split.passes[what].seconds for split in splits)
+        seconds = statistics.median(split[what].seconds for split in splits)
         row: dict[str, Any] = {"seconds": seconds, "of_synthetic": seconds / base, "of_decoded": seconds / decoded}
-        row["step_seconds"] = statistics.median(split.passes[what].step_seconds for split in splits)
-        row["alone_seconds"] = alone.passes[what].seconds
-        row["wait_seconds"] = statistics.median(split.passes[what].wait_seconds for split in splits)
+        row["step_seconds"] = statistics.median(split[what].step_seconds for split in splits)
+        row["alone_seconds"] = alone[what].seconds
+        row["wait_seconds"] = statistics.median(split[what].wait_seconds for split in splits)
         if what in caches:
             seen, share = caches[what].stats() - before[what], caches[what].cached_share
             row |= {"hits": seen.hits_memory, "samples": seen.samples, "cached_share": share}
-            row["lru_hit_rate"] = tw.data.policy.lru_hit_rate(share)
+            row["lru_hit_rate"] = lru_hit_rate(share)
             samples = len(caches[what])
-            row["lru_list_hit_rate"] = tw.data.policy.simulate_lru(samples, round(share * samples), 12)
+            row["lru_list_hit_rate"] = simulate_lru(samples, round(share * samples), 12)
         rows[what] = row
         rates = [
             f"{row[key]:.3f}" if key in row else "" for key in ("cached_share", "lru_hit_rate", "lru_list_hit_rate")
@@ -268,9 +293,7 @@ def run(loaders: dict[str, Any], caches: dict[str, Any], repeats: int, rounds: i
         times = (row["alone_seconds"], seconds, row["wait_seconds"], row["of_synthetic"], row["of_decoded"])
         table.add_row(what, *(f"{figure:.2f}" for figure in times), rates[0], hits, *rates[1:])
     Console().print(table)
-    step_seconds = statistics.median(s.passes[tw.data.stall.SYNTHETIC].step_seconds for s in splits) / len(
-        loaders["files"]
-    )
+    step_seconds = statistics.median(s[tw.data.stall.SYNTHETIC].step_seconds for s in splits) / len(loaders["files"])
     return {"repeats": repeats, "step_seconds": step_seconds, "rows": rows}
 
 

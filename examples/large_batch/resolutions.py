@@ -94,7 +94,7 @@ def train(
             feed = Feed(source, given, stored=stored, size=stage.size, batch=stage.batch)
         before = feed.stats()
         dist.barrier()
-        split = stall.measure({"input": feed.epoch(number)}, training.step).passes["input"]
+        split = stall.measure({"input": feed.epoch(number)}, training.step)["input"]
         dist.barrier()  # every rank's samples are counted
         seen = feed.stats() - before
         found = {

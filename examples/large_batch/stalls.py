@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from feed import Feed, Input
 from pictures import Folder
 from resolutions import Training
-from thinwire.data import CacheStats, policy, stall
+from thinwire.data import CacheStats, stall
 
 
 def measure(
@@ -48,7 +49,7 @@ def measure(
         say(f"stall split at {size} pixels: epoch {epoch} of {rounds}")
     rows = {}
     for name in loaders:
-        passes = [split.passes[name] for split in splits]
+        passes = [split[name] for split in splits]
         wait, seconds = slowest(
             statistics.median(p.wait_seconds for p in passes), statistics.median(p.seconds for p in passes)
         )
@@ -59,7 +60,7 @@ def measure(
                 "hits": seen[name].hits_memory,
                 "samples": seen[name].samples,
                 "cached_share": share,
-                "lru_hit_rate": policy.lru_hit_rate(share),
+                "lru_hit_rate": share + (1 - share) * math.log1p(-share) if share < 1 else 1.0,
             }
     for row in rows.values():
         row["of_synthetic"] = row["seconds"] / rows[stall.SYNTHETIC]["seconds"]

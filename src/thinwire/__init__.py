@@ -27,7 +27,6 @@ _HOME = {
     "StepLog": "tools.report.log",
     "Topology": "core.program.topology",
     "attach": "engine.attach",
-    "chain": "core.methods.chain",
     "ddp_hook": "adapters.ddp",
     "method": "core.methods.registry",
 }
@@ -74,7 +73,6 @@ if TYPE_CHECKING:
     from thinwire.core import collectives, kernels, methods, program  # noqa: F401
     from thinwire.core.methods.acp import ACP
     from thinwire.core.methods.cast import Cast
-    from thinwire.core.methods.chain import chain
     from thinwire.core.methods.dgc import DGC
     from thinwire.core.methods.hitopk import HiTopK
     from thinwire.core.methods.lags import LAGS
@@ -136,7 +134,6 @@ __all__ = [
     "TopK",
     "Topology",
     "attach",
-    "chain",
     "ddp_hook",
     "method",
 ]

@@ -126,10 +126,6 @@ def test_leaf(tmp_path):
     assert x.tolist() == [[0.0, 1.0], [0.5, 0.5]]
     assert y.tolist() == [3, 4]
     assert clients.samples(1) == 1
-    words = {"words": lambda x, y: (torch.tensor([len(t) for t in x]), torch.tensor(y))}
-    leaf(tmp_path, {"u": (["to be", "or"], [1, 0])})
-    clients, _ = fl.read_leaf(tmp_path / "all_data_0.json", convert=words["words"])
-    assert clients.load(0)[0].tolist() == [5, 2]
 
 
 @pytest.mark.parametrize(

@@ -375,13 +375,6 @@ def test_bad_options(options, says):
         made(mlp(5, 3), **options)
 
 
-def test_the_four_options_that_were_spd_kfac_as_published_still_name_it():
-    four = {"planner": "spd", "inverse_rule": "threshold:1400", "inverse_weight": "d", "inverse_comm": "broadcast"}
-    assert Variant(**four, scaling="authors") == Variant("spd-published", scaling="authors")
-    with pytest.raises(ValueError, match=r"planner=.* are gone: use schedule= or plan="):
-        Variant(planner="layer")
-
-
 def test_other_refusals():
     net, shown = mlp(5, 3), inspect.signature(KFAC).parameters.values()
     assert sum(p.kind is not p.VAR_KEYWORD for p in shown) == 10  # what few need is Variant's

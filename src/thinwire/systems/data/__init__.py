@@ -3,7 +3,7 @@
 Decoders, downloaders and loaders do not belong here (see torch, torchdata, mosaicml-streaming, webdataset).
 """
 
-from thinwire.systems.data import policy, stall
+from thinwire.systems.data import stall
 from thinwire.systems.data.arena import CacheStats
 from thinwire.systems.data.cached import CachedDataset
 from thinwire.systems.data.resolution import ResolutionSchedule, Stage
@@ -16,6 +16,5 @@ __all__ = [
     "Prefetched",
     "ResolutionSchedule",
     "Stage",
-    "policy",
     "stall",
 ]

@@ -25,23 +25,7 @@ class InputTime:
         return self.wait_seconds + self.step_seconds
 
 
-@dataclass(frozen=True)
-class StallSplit:
-    """The passes over several loaders, by name."""
-
-    passes: dict[str, InputTime]
-
-    def stall_seconds(self, name: str) -> float:
-        """Return how much longer a pass takes than one over ``"synthetic"``; without that, the time spent waiting.
-
-        Not all waiting is stall: the first batch of new workers takes time even if nothing is read.
-        """
-        own = self.passes[name]
-        base = self.passes.get(SYNTHETIC)
-        return max(0.0, own.wait_seconds if base is None else own.seconds - base.seconds)
-
-
-def measure(loaders: Mapping[str, Iterable[Any]], step: Callable[[Any], object]) -> StallSplit:
+def measure(loaders: Mapping[str, Iterable[Any]], step: Callable[[Any], object]) -> dict[str, InputTime]:
     """Go through each loader once, one after another, and time the wait for each batch and its step.
 
     Compare ``{"source": ..., "cached": ..., "synthetic": ...}``, the last with batches made in advance: the difference
@@ -60,4 +44,4 @@ def measure(loaders: Mapping[str, Iterable[Any]], step: Callable[[Any], object])
             before = time.perf_counter()
             worked += before - came
         passes[name] = InputTime(batches, waited + time.perf_counter() - before, worked)
-    return StallSplit(passes)
+    return passes

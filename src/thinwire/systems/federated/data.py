@@ -138,14 +138,13 @@ class TextClients:
         return text[:size].view(-1, self._length), text[1 : size + 1].view(-1, self._length)
 
 
-def read_leaf(
-    folder: str | Path, convert: Callable[[Any, Any], tuple[Tensor, Tensor]] | None = None
-) -> tuple[ArrayClients, list[str]]:
+def read_leaf(folder: str | Path) -> tuple[ArrayClients, list[str]]:
     """Read a data set in LEAF's JSON: ``{"users": [...], "user_data": {user: {"x": [...], "y": [...]}}}``.
+
+    Numbers become fp32 and classes int64.
 
     Args:
         folder: with ``*.json`` files, such as LEAF's ``data/femnist/data/train``; or one file.
-        convert: a user's x and y -> tensors; None: numbers become fp32 and classes int64.
 
     Returns:
         The clients, and the users' names in the same order. Users without samples are left out.
@@ -165,10 +164,7 @@ def read_leaf(
             for user, row in rows:
                 if not row["y"]:
                     continue
-                if convert is None:
-                    x, y = (torch.tensor(np.asarray(row[k], d)) for k, d in (("x", np.float32), ("y", np.int64)))
-                else:
-                    x, y = convert(row["x"], row["y"])
+                x, y = (torch.tensor(np.asarray(row[k], d)) for k, d in (("x", np.float32), ("y", np.int64)))
                 if len(x) != len(y):
                     raise ValueError(f"user {user} has {len(x)} inputs and {len(y)} labels")
                 inputs.append(x)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from thinwire.core.checks import check_choice, check_count, check_number
@@ -58,18 +58,8 @@ class Variant:
     plan: KFACPlan | PlanMaker | None = None
     costs: Costs | None = None
     scaler: Any = None
-    planner: InitVar[str | None] = None  # until 0.3: these four together were the name of "spd-published"
-    inverse_rule: InitVar[str | None] = None
-    inverse_weight: InitVar[str | None] = None
-    inverse_comm: InitVar[str | None] = None
 
-    def __post_init__(self, *rules: str | None) -> None:
-        if rules == ("spd", "threshold:1400", "d", "broadcast"):
-            object.__setattr__(self, "schedule", "spd-published")
-        elif any(rules):
-            raise ValueError(
-                "planner=, inverse_rule=, inverse_weight= and inverse_comm= are gone: use schedule= or plan="
-            )
+    def __post_init__(self) -> None:
         named(self.schedule)
         check_choice("wire_dtype", self.wire_dtype, ("fp32", "bf16"))
         check_choice("fisher", self.fisher, ("empirical", "sampled"))

@@ -128,7 +128,6 @@ def run(
     *,
     server: str,
     node_id: int | None = None,
-    leader_port: int | None = None,
     secret: str | bytes | None = None,
     keys: str | Path | Credentials | None = None,
     slowdown: float = 1.0,
@@ -146,7 +145,6 @@ def run(
         server: ``host:port``.
         node_id: number of this node, different on every node; by default torchrun's, or one made from the host name. A
             second process with the number of a node at work is refused.
-        leader_port: on this machine's loopback; by default torchrun's master port + 1.
         secret, keys: as for :func:`serve`; the same secret, or keys of the same authority.
         slowdown, pace_seconds: emulate other machines, see :class:`Worker`.
         intra_node: how the workers of a node work together. "leader": each takes weights from the leader and hands in
@@ -164,7 +162,7 @@ def run(
     trust = find_trust(secret, keys)
     options: dict[str, Any] = {"slowdown": slowdown, "pace_seconds": pace_seconds, "trust": trust}
     local, workers = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    port = leader_port or int(os.environ.get("MASTER_PORT", str(DEFAULT_PORT))) + 1
+    port = int(os.environ.get("MASTER_PORT", str(DEFAULT_PORT))) + 1
     number = _node_number() if node_id is None else node_id
 
     def lead(members: int, **more: Any) -> WorkerStats:

@@ -343,7 +343,7 @@ class _Simulation:
     def __init__(
         self, settings: Settings, nodes: int, workers: int, link: Link | Callable[[int], Link], server_link: Link,
         step_seconds: StepSeconds, parameters: Tensor | None, gradient: GradientOf | None, outer: Outer | None,
-        seed: int, payload_bytes: int, apply_seconds: float, shards: int, inner: Outer | None,
+        seed: int, payload_bytes: int, shards: int, inner: Outer | None,
     ) -> None:  # fmt: skip
         self.inner, self.settings, self.workers, self.step_seconds = inner, settings, workers, step_seconds
         self.random, self.time, self.trace, self.lines = random.Random(seed), VirtualTime(), Trace(), list[Update]()
@@ -370,10 +370,6 @@ class _Simulation:
                 outer=fingerprint(outer, self.layout.dtype), clock=server.clock, tell=server.tell,
                 on_ready=lambda places: None, on_failed=lambda why: None,
             )  # fmt: skip
-        if apply_seconds:
-            apply = server.weights.apply
-            later = lambda *words: self.time.after(apply_seconds, lambda: apply(*words))  # noqa: E731
-            server.weights.apply = later  # type: ignore[method-assign]
         fast = Card(None), Card(None)  # only frames go from and to the server
         for shard in self.shards:
             near, far = self._pair(Link(server_link.latency_seconds), fast, fast)
@@ -474,10 +470,8 @@ def simulate(
     seed: int = 0,
     faults: Sequence[Fault] = (),
     payload_bytes: int | None = None,
-    apply_seconds: float = 0.0,
     shards: int = 0,
     evaluate: Callable[[Tensor], float] | None = None,
-    evaluate_seconds: float = 1.0,
 ) -> Trace:
     """Run server and leaders in virtual time, for a number of updates, applied gradients or virtual seconds.
 
@@ -491,9 +485,8 @@ def simulate(
         outer: makes the server's optimizer; by default that of the settings.
         inner: makes a worker's, of local steps; by default SGD with lr 0.05.
         payload_bytes: of one tensor as sent; by default that of ``parameters``.
-        apply_seconds: the time the server takes for an update.
         shards: k machines, each with a link like the server's and a slice of the weights; 0: the server holds them.
-        evaluate: weights -> loss, called every ``evaluate_seconds`` of virtual time.
+        evaluate: weights -> loss, called every second of virtual time.
 
     """
     if updates is None and gradients is None and seconds is None:
@@ -505,7 +498,7 @@ def simulate(
         payload_bytes = 0 if parameters is None else parameters.numel() * parameters.element_size()
     sim = _Simulation(
         settings, nodes, workers, link, server_link, step_seconds, parameters, gradient, outer,
-        seed, payload_bytes, apply_seconds, shards, inner,
+        seed, payload_bytes, shards, inner,
     )  # fmt: skip
     for fault in faults:
         sim.time.after(fault.at_seconds, partial(sim.fault, fault))
@@ -513,7 +506,7 @@ def simulate(
 
         def look() -> None:
             sim.trace.losses.append((sim.time.now, evaluate(sim.theta)))
-            sim.time.after(evaluate_seconds, look)
+            sim.time.after(1.0, look)
 
         sim.time.after(0.0, look)
     last_fault = max((fault.at_seconds for fault in faults), default=0.0)

@@ -27,7 +27,6 @@ from thinwire.systems.parameter_server.messages import CODEC, Buffers, Enter, Pi
 from thinwire.systems.parameter_server.node import Node
 from thinwire.systems.parameter_server.settings import Settings
 
-GradientAt = Callable[[Tensor, int], Tensor]
 """(flat parameters, number of the batch) -> flat gradient."""
 
 logger = logging.getLogger("thinwire")

@@ -90,6 +90,9 @@ def pad(image: Tensor, multiple: int, value: float = 0.0) -> Tensor:
     return F.pad(image, (0, -width % multiple, -height % multiple, 0), value=value)
 
 
+_LEAST = 2.0  # pixels of disparity
+
+
 def random_dot_pair(
     batch: int,
     height: int,
@@ -97,13 +100,12 @@ def random_dot_pair(
     max_disparity: float,
     generator: torch.Generator,
     kind: str = "pieces",
-    min_disparity: float = 2.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a batch of stereograms.
 
     Args:
         batch, height, width, generator: sizes, and what all random numbers are from.
-        max_disparity, min_disparity: in pixels, both inclusive.
+        max_disparity: in pixels, inclusive, as the least, 2.
         kind: "pieces": a far background and three rectangles at integer disparities; "plane": one slanted plane;
             "zero": no disparity; "scene": slanted pieces with coarse and fine texture, and views of different
             brightness.
@@ -112,11 +114,11 @@ def random_dot_pair(
         left, right ``[B, 3, H, W]`` in 0..1, and the left view's disparity ``[B, H, W]``, infinite where unknown.
     """
     check_choice("kind", kind, ("pieces", "plane", "zero", "scene"))
-    if not 0 <= min_disparity <= max_disparity < width:
-        raise ValueError(f"disparities from {min_disparity} to {max_disparity} do not fit a width of {width}")
+    if not _LEAST <= max_disparity < width:
+        raise ValueError(f"disparities from {_LEAST:g} to {max_disparity} do not fit a width of {width}")
     draw = _Draws(generator)
     shape = {"pieces": _pieces, "plane": _slanted, "scene": _scene, "zero": _flat}[kind]
-    disparity = torch.stack([shape(draw, height, width, min_disparity, max_disparity) for _ in range(batch)])
+    disparity = torch.stack([shape(draw, height, width, _LEAST, max_disparity) for _ in range(batch)])
     scene = kind == "scene"
     right, fresh = (
         _texture(draw, batch, height, width) if scene else draw.uniform(batch, 3, height, width) for _ in range(2)
@@ -139,12 +141,11 @@ class RandomDots:
         max_disparity: float,
         kind: str = "pieces",
         seed: int = 0,
-        min_disparity: float = 2.0,
     ) -> None:
         if length < 1 or height < 1 or width < 1:
             raise ValueError(f"a set of {length} stereograms of {height}x{width} is empty")
         self._length, self._size, self._seed = length, (height, width), seed
-        self._range, self._kind = (max_disparity, min_disparity), kind
+        self._most, self._kind = max_disparity, kind
         self[0]  # raises if the arguments are invalid
 
     def __len__(self) -> int:
@@ -155,8 +156,7 @@ class RandomDots:
             raise IndexError(index)
         generator = torch.Generator().manual_seed(digest("dots", self._seed, index) >> 1)
         height, width = self._size
-        most, least = self._range
-        left, right, disparity = random_dot_pair(1, height, width, most, generator, self._kind, least)
+        left, right, disparity = random_dot_pair(1, height, width, self._most, generator, self._kind)
         return normalise(left[0]), normalise(right[0]), disparity[0]
 
 
