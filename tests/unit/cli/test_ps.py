@@ -14,6 +14,7 @@ def test_simulate_compares_a_setting_with_what_it_has_to_beat():
     assert rows["inhad:max_staleness=4"]["max_staleness"] <= 4
     inhad, asp, _, ring = rows.values()
     assert inhad["gradients_per_second"] > 1.5 * ring["gradients_per_second"]
+    assert asp["gradients_per_second"] == asp["updates_per_second"]  # each is an update
     assert asp["bytes_per_gradient"] > 1.5 * inhad["bytes_per_gradient"]
     assert ring["bytes_per_gradient"] == 2 * 4e7 * (4 - 1) / 8
 

@@ -190,7 +190,8 @@ def predict(asked: PsSimulateVerb) -> list[dict[str, Any]]:
             **asked.part(["nodes", "workers", "seconds", "seed", "shards"]),
         )  # fmt: skip
         ages = trace.staleness()
-        batches = (made["steps"] - before) * trace.gradients / max(1, trace.finished)
+        done = made["steps"] - before if chosen.sync_every else trace.finished  # steps of slower members are fewer
+        batches = done * trace.gradients / max(1, trace.finished)
         mean = sum(age * n for age, n in ages.items()) / max(1, sum(ages.values()))
         traffic = (trace.bytes_up + trace.bytes_down) / max(1, batches)
         speed = batches / trace.seconds, len(trace.updates) / trace.seconds
