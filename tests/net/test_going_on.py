@@ -35,8 +35,9 @@ def test_links_are_cut_and_all_go_on_with_equal_weights():
         lab.Cluster.parse(4, link="100mbit"), command, timeout_seconds=seconds,
         faults=lab.parse_pauses("cut", texts), env={"RUST_LOG": "error"},
     )  # fmt: skip
+    ended = "\n".join(line for mine in lines for line in mine[-20:] if not line.startswith("{"))
+    assert result.exit_codes == (143,) * 4, f"somebody has ended before time was up\n{ended}"
     assert len(result.happenings) == 2 * CUTS
-    assert result.exit_codes == (143,) * 4, "somebody has ended before time was up"
     losses, last = defaultdict(set), []
     for mine in lines[1:]:
         rows = [json.loads(line) for line in mine if line.startswith("{")]
