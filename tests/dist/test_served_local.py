@@ -1,5 +1,6 @@
 """Local steps through a server: members are processes with loops of their own, over real sockets."""
 
+import importlib.util
 import json
 import logging
 import os
@@ -7,6 +8,7 @@ import re
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -255,6 +257,33 @@ def test_a_checkpoint_brings_back_the_optimizer_and_not_the_weights(tmp_path):
         assert torch.equal(optimizer.state[network[0].weight]["exp_avg"], kept)
     server.service.stop()
     assert torch.equal(flat(server.model) if server.join() else None, after)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_the_pages_callback_takes_a_trainer_to_a_server(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    class Fits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = model()
+
+        def forward(self, x):
+            return {"loss": loss(self.net, x)}
+
+    server, space = Server(exact(2), Fits(), updates=6), {}
+    page = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
+    (code,) = re.findall(r"^<!-- run with a server -->\n```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    exec(code.replace("10.0.0.1:29400", f"127.0.0.1:{server.port}"), space)
+    rows = [{"x": x} for x in batch_of(0, 0, 0)]
+    arguments = TrainingArguments(
+        tmp_path, use_cpu=True, max_steps=100, per_device_train_batch_size=4, report_to=[], save_strategy="no"
+    )
+    trainer = Trainer(Fits(), arguments, train_dataset=rows, callbacks=[space["Joins"]()])
+    trainer.train()
+    assert server.join().version == 6
+    assert trainer.state.global_step == 12
+    assert torch.equal(flat(trainer.model), flat(server.model))
 
 
 def test_what_does_not_go_together_is_refused_in_a_sentence(tmp_path):
