@@ -242,7 +242,10 @@ PAGES: dict[str, dict[str, Shown]] = {
         "thinwire lab run --workers 2 --link 100mbit -- python train.py local": Shown(sends(5, 100)),
     },
     "docs/race.md": {
-        "thinwire race mymodule:build --link 100mbit --workers 2 --minutes 3": Shown(_raced),
+        "thinwire race mymodule:build --link 100mbit --workers 2 --minutes 3": Shown(
+            _raced,  # fewer methods, so that a busy machine trains them too
+            "thinwire race mymodule:build --link 100mbit --workers 2 --minutes 3 --methods alone,ssgd,local",
+        ),
         "thinwire plan mymodule:build --link 1gbit --workers 8 --worth thinwire-out/race.json": Shown(
             said("your race")
         ),
