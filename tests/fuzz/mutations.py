@@ -51,6 +51,19 @@ MUTATIONS = {
     "moments of sites": ("adapters/fsdp2_sites.py", "in states.items() if name in of}", "in states.items() if not of}"),
 }  # fmt: skip
 
+FOUND = {
+    "DDP inside a module": 6, "a buffer that is rebound": 14, "a flag before floats": 202, "an expanded buffer": 35,
+    "dtypes that differ between ranks": 20, "a float8 buffer under local steps": 503, "inference mode": 332,
+    "autocast": 291, "zeroed gradients that count as used": 75, "a norm in 16 bits": 189,
+    "an optimizer inside another": 8, "frozen parameters that change": 8, "gradients by hand": 11,
+    "a number of NumPy's": 28, "what a checkpoint cannot hold": 7, "several optimizers": 1,
+    "a layer frozen before a restart": 96, "a handle that nobody keeps": 1, "private parameters of a checkpoint": 13,
+    "a target that begins to move late": 137, "buffers whose mean means nothing": 89,
+    "steps that begin no round": 138, "weights of which the optimizer has a part": 49,
+    "residuals on another number of ranks": 20, "micro-batches on one rank": 9, "moments of sites": 15,
+}  # fmt: skip
+"""A seed whose script finds each; where seeds come to mean other scripts, the rest is tried."""
+
 
 def without_the_mend(name, source):
     """A file's text with an old fault in it."""

