@@ -1,5 +1,6 @@
 """CachedDataset: the same samples as without it, found again only while nothing changed, counted exactly."""
 
+import math
 import os
 import pickle
 import random
@@ -86,6 +87,7 @@ def test_hit_rate_is_the_cached_share_and_the_budget_holds(tmp_path, kept):
         else:
             assert seen.hit_rate == share == dataset.cached_share
             assert seen.refused == 60 - kept
+            assert seen.hit_rate >= (share + (1 - share) * math.log1p(-share) if share < 1 else 1.0)  # of LRU
     (arena,) = tmp_path.glob("*.arena")
     assert arena.stat().st_size <= bytes_for(source, scale, kept) + 4096
     dataset.close()

@@ -142,6 +142,7 @@ def ratios(**options):
         (lambda: Costs.of_link(1e9, -1.0, 4), "latency_seconds"),
         (lambda: Costs.of_link(1e9, 1e-4, 4, 3), "4 workers"),
         (lambda: Costs.of_link(1e9, 1e-4, 4, efficiency=2), "efficiency"),
+        (lambda: assumed_compute(flops=0), "flops"),
     ],
 )
 def test_refusals(make, words):

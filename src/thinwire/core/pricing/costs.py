@@ -362,6 +362,9 @@ def assumed_compute(memory_bytes_per_second: float = 10e9, flops: float = 1e11) 
     Selection counts as 8 passes over fp32 elements plus a start-up of 60 us; orthogonalisation runs at a tenth of the
     FLOP/s.
     """
+    for name, value in (("memory_bytes_per_second", memory_bytes_per_second), ("flops", flops)):
+        if not value > 0:
+            raise ValueError(f"{name} must be positive, not {value}")
     rates = f"{memory_bytes_per_second / 1e9:g} GB/s, {flops / 1e9:g} GFLOP/s"
     return {
         "memory": Linear(0.0, 1 / memory_bytes_per_second, "assumed", rates),

@@ -118,7 +118,7 @@ def _key(spec: BenchSpec, row: Row) -> str:
     told = {"model": spec.model, "workers": spec.workers, "steps": spec.steps, "every": spec.every, "seed": spec.seed,
             "row": [row.kind, row.options, row.plan],
             "device": spec.device, "rate_factor": spec.rate_factor, "schedule": spec.schedule}  # fmt: skip
-    if row.options.get("pace") == "own":  # all others take the same steps at any speed
+    if row.own_pace:  # all others take the same steps at any speed
         told["speeds"] = spec.speeds
     return digest_of([told, text_digest(), sys.version, own_digest(spec.model), own_digest(row.kind)])
 

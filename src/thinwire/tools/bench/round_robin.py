@@ -158,7 +158,7 @@ class RoundRobin:
         for step, took in enumerate(made, begun + 1):
             if not math.isfinite(took.loss):
                 raise ArithmeticError(f"the loss is {took.loss} at step {step}")
-        return _as_fastest(made, contender.steps - begun) if contender.own_pace else made
+        return _as_fastest(made, contender.steps - begun) if contender.row.own_pace else made
 
     def _sent(self, contender: RowOnRank) -> float | None:
         if self.interface is None:

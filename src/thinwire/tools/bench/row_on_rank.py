@@ -122,11 +122,7 @@ class RowOnRank:
     @property
     def travelling(self) -> bool:
         """Whether something was sent that a later step merges; the same on all ranks."""
-        return isinstance(self.sync, LocalSync) and bool(self.sync.pending) and not self.own_pace
-
-    @property
-    def own_pace(self) -> bool:
-        return self.row.options.get("pace") == "own"
+        return isinstance(self.sync, LocalSync) and bool(self.sync.pending) and not self.row.own_pace
 
     @property
     def stats(self) -> Stats | None:
@@ -160,7 +156,7 @@ class RowOnRank:
             self.sync = thinwire.attach(self.workload.model, optimizers, self.row.kind, **self.row.pinned, **plan)
             if isinstance(self.sync, LocalSync):
                 self._evaluated = self.sync.outer_weights
-            if self.own_pace:
+            if self.row.own_pace:
                 self._numbers = self.sync.steps(_UNENDING)
                 self.steps = next(self._numbers)
         self.close = self.sync.close

@@ -54,6 +54,10 @@ class Row:
         return self.options | json.loads(self.plan) if self.plan and self.kind in PRESETS else self.options
 
     @property
+    def own_pace(self) -> bool:
+        return self.options.get("pace") == "own"
+
+    @property
     def is_thinwire(self) -> bool:
         return self.kind not in TORCH_ROWS and not self.is_custom
 
