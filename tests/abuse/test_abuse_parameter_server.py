@@ -8,8 +8,21 @@ import torch
 from abuse_frames import OF_A_SHARD, OF_A_VISITOR, OF_A_WORKER, hello, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parameter_cluster import Cluster, flat, in_thread, memory, model, part_of, sgd, started, wait_until
+from parameter_cluster import (
+    Cluster,
+    batch_of,
+    flat,
+    in_thread,
+    loss,
+    memory,
+    model,
+    part_of,
+    sgd,
+    started,
+    wait_until,
+)
 
+import thinwire as tw
 from thinwire.core.errors import PairError
 from thinwire.systems.link.codec import FRAME
 from thinwire.systems.link.hello import PeerIdentity
@@ -55,6 +68,9 @@ class Attacked:
 
     def then_train(self):
         """A node comes as if nothing had been."""
+        if self.service.settings.sync_every is not None:
+            self._then_train_in_a_loop()
+            return
         node = Node(self.address, 0, 1)
         worker = Worker(model(), *part_of(0, 0), node.address, 0, check=lambda: node.wait(0))
         working = started(worker.run)
@@ -62,6 +78,21 @@ class Attacked:
         self.service.stop()
         ended((working, self.thread))
         node.close()
+        assert not self.failures, self.failures
+        assert flat(self.service.model).isfinite().all()
+
+    def _then_train_in_a_loop(self):
+        network = model()
+        optimizer = sgd()(network.parameters())
+        with tw.attach(network, optimizer, "local", server=self.address, node=0) as sync:
+            begun = sync.rounds
+            for step in range(12 * self.service.settings.sync_every):  # an update of fedbuff is of ten changes
+                loss(network, batch_of(0, 0, step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert sync.rounds > begun
+        self.service.stop()
+        ended((self.thread,))
         assert not self.failures, self.failures
         assert flat(self.service.model).isfinite().all()
 
