@@ -38,7 +38,7 @@ test: $(STAMP)
 # What takes longer than 30 s, or repeats what `make test` does with more cases. What fails beside others, because ranks
 # waited for a core, is tried once more by itself.
 test-all: test
-	$(BIN)/python -m pytest -n 3 -m slow || $(BIN)/python -m pytest -m slow --last-failed --last-failed-no-failures none
+	$(BIN)/python -m pytest -n 2 -m slow || $(BIN)/python -m pytest -m slow --last-failed --last-failed-no-failures none
 
 # For the owner of a CUDA card: see docs/gpu.md.
 gpu: $(STAMP)

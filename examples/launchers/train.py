@@ -1,4 +1,4 @@
-"""One training, started by Ray Train (``python train.py acp``) or by torchrun and what sets its variables."""
+"""One training, started by Ray Train (``python train.py local``) or by torchrun and what sets its variables."""
 
 import os
 import sys
@@ -46,7 +46,7 @@ def train(config):
 
 
 def main():
-    config = {"method": sys.argv[1] if len(sys.argv) > 1 else "acp"}
+    config = {"method": sys.argv[1] if len(sys.argv) > 1 else "local"}
     if "RANK" in os.environ:  # torchrun, Slurm, a Kubernetes PyTorchJob
         dist.init_process_group("gloo")
         train(config)

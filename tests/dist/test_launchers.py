@@ -46,8 +46,8 @@ def torchrun(method, cwd):
 
 @pytest.mark.slow
 def test_by_torchrun(tmp_path):
-    line = torchrun("acp", tmp_path)
-    accuracy, loss = re.search(r"acp: ([\d.]+)% .* loss ([\d.]+)", line).groups()
+    line = torchrun("local", tmp_path)
+    accuracy, loss = re.search(r"local: ([\d.]+)% .* loss ([\d.]+)", line).groups()
     assert float(accuracy) > 88
     assert float(loss) < 0.45
 

@@ -348,9 +348,9 @@ thinwire lab run --workers 4 --link 100mbit -- python examples/kfac/train.py --p
 # tests/unit/test_lab_faults.py::test_the_command_of_the_page
 thinwire lab run --workers 3 --kill 2:1s --restart 500ms --stop 1:2s:300ms -- python train.py
 # tests/dist/test_launchers.py::test_by_torchrun
-torchrun --standalone --nproc-per-node 2 examples/launchers/train.py acp
+torchrun --standalone --nproc-per-node 2 examples/launchers/train.py local
 torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/launchers/train.py
-    acp
+    local
 # tests/net/test_two_sites.py::test_the_page_ends_in_a_training_that_runs_although_the_wire_is_cut
 thinwire keys new keys --names a,b
 THINWIRE_KEYS=keys/a torchrun --nnodes 2 --node-rank 0 --master-addr A --master-port 29500
@@ -361,7 +361,7 @@ torchrun --nnodes 2 --node-rank 0 --master-addr A --master-port 29500 --no-pytho
 thinwire lab run --workers 2 --link 100mbit --delay 25ms --loss 0.1% -- python examples/launchers/train.py local
 # tests/dist/test_launchers.py::test_by_ray_train
 pip install 'ray[train]'
-python examples/launchers/train.py acp
+python examples/launchers/train.py local
 # tests/dist/test_parameter_server_intra_node.py::test_ranks_on_their_own_are_workers_of_one_node
 torchrun --nnodes 1 --nproc-per-node 2 train.py
 # tests/unit/cli/test_keys_verb.py::test_the_commands_of_the_pages_do_what_they_say

@@ -7,6 +7,7 @@ from worlds import EVERY, label
 
 from thinwire import GTopK, OkTopk
 from thinwire.core.methods.acp import ACP
+from thinwire.core.methods.cast import Cast
 from thinwire.core.methods.dgc import DGC
 from thinwire.core.methods.powersgd import PowerSGD
 from thinwire.core.methods.registry import METHODS
@@ -14,8 +15,10 @@ from thinwire.core.methods.sign import SignSGD
 from thinwire.core.methods.ssgd import SSGD
 from thinwire.core.methods.topk import TopK
 from thinwire.core.pricing.costs import Costs, Linear, assumed_compute
+from thinwire.core.pricing.profiles import ModelProfile, TensorTime
 from thinwire.core.program import Topology
 from thinwire.core.program.trace import trace
+from thinwire.predict.timeline import simulate
 
 COSTS = Costs({}, assumed_compute())
 PASSES = Costs({}, {"memory": Linear(0, 0.25), **dict.fromkeys(("select", "multiply", "orthogonalise"), Linear(0, 0))})
@@ -35,7 +38,6 @@ SHAPES = [
     [(7,), ()],
     [(33, 5, 3), (129,), (40, 40)],
     [(200, 6), (6, 200), (0, 4)],
-    [(0, 3)],
     [(1, 1)],
 ]
 
@@ -55,6 +57,15 @@ def test_one_number_per_segment(method, ranks):
             assert len(seconds) == len(steps) + 1
             assert all(s >= 0 for s in seconds)
             assert (sum(seconds) > 0) == bool(steps)
+
+
+@pytest.mark.parametrize("method", [*EVERY, *MORE, Cast(collective="three_phase"), Cast(collective="torus")], ids=label)
+@pytest.mark.parametrize("topology", [Topology(3), Topology(4, 2)], ids=str)
+def test_what_has_no_elements_takes_no_time(method, topology):
+    nothing = ModelProfile("nothing", (TensorTime("0", (0, 3), 1.0),), 0.5)
+    assert not trace(method, [("0", (0, 3))], topology)
+    wire = Costs.of_link(1e9, 1e-3, topology.world_size, topology.layout[0], compute=assumed_compute())
+    assert simulate(method, nothing, topology, wire).step_seconds == 1.5
 
 
 FIXED = [m for m in EVERY + MORE if m.options().get("exchange") != "auto"]  # "auto" weighs messages too

@@ -1,6 +1,7 @@
 """Training in virtual time against plain SGD: bit for bit where the protocol promises it, and its accounting."""
 
 import math
+import random
 import re
 from itertools import pairwise
 
@@ -456,3 +457,37 @@ def test_a_change_that_is_too_long_or_not_finite_is_cut_and_counted():
     torch.testing.assert_close(update(0.1, math.nan, 0.1), torch.full((D,), 0.2 / 3))
     torch.testing.assert_close(update(0.1, -math.inf, 0.2), torch.full((D,), 0.1))
     assert weights.clip.cut == {12: 1, 11: 2}
+
+
+def drawn_faults(rng, nodes, seconds):
+    """Deaths with a return, pauses, and cut connections, one after another."""
+    at, found = 5.0, []
+    while (at := at + rng.expovariate(1 / 8)) < seconds:
+        kind, node = rng.choice(["kill", "pause", "cut"]), rng.randrange(nodes)
+        found.append(Fault(at, kind, node, for_seconds=rng.uniform(0.1, 20)))
+        if kind == "kill":
+            at += rng.uniform(0.0, 15)
+            found.append(Fault(at, "return", node))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_drawn_faults_leave_rounds_as_by_hand(seed):
+    """The server as the fuzzer would have it: whoever dies, stands still or comes back, each change counts once."""
+    rng = random.Random(seed)
+    nodes, every = rng.randint(1, 5), rng.choice([1, 2, 4, 7])
+    settings = local(
+        every, rng.choice([1, nodes, "nodes/2"]), rng.choice(["auto", 0.0, 0.2, 3.0]), codec=None, compress_down=None,
+        robust=None, balance=False, alpha=rng.choice(["inverse", "reciprocal"]), start_nodes=rng.randint(1, nodes),
+        lease_seconds=rng.choice([2.0, 10.0, 40.0]),
+    )  # fmt: skip
+    wire = Link(
+        rng.choice([0.0005, 0.3]), rng.choice([None, 1e6]), rng.choice([None, lambda r: r.expovariate(1 / 0.2)])
+    )
+    trace = simulate(
+        settings, nodes=nodes, updates=60, seconds=4000.0, step_seconds=uneven, parameters=start(torch.float64),
+        gradient=gradient, inner=sgd(lr=0.1), faults=drawn_faults(rng, nodes, 200.0), link=wire, seed=seed,
+    )  # fmt: skip
+    assert len(trace.updates) == 60
+    assert min(trace.staleness()) >= 0
+    torch.testing.assert_close(trace.parameters, rounds_by_hand(trace, settings, every), rtol=1e-10, atol=1e-10)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 
 import pytest
 
@@ -14,6 +15,8 @@ from thinwire.predict.choose import resolved
 from thinwire.predict.choose.worth import EXACT, MeasuredWorth, between, shipped, worth_from
 from thinwire.predict.timeline import simulate
 from thinwire.predict.timeline.local_steps import OneWorker, OwnPace, Periodic
+from thinwire.systems import parameter_server as ps
+from thinwire.tools.lab import parse_rate
 from verbs import call
 
 PROFILE = ModelProfile("small", tuple(TensorTime(f"{i}.weight", (256, 128), 0.2) for i in range(3)), 0.4)  # 1 s
@@ -175,6 +178,27 @@ def test_one_fast_machine_is_held_against_itself(plan):
     assert "the slow machine adds nothing: leave it out" in said
     said, _ = plan("--speeds", "1")
     assert said.startswith("one worker: nothing is sent")
+
+
+@pytest.mark.parametrize("link", ["1mbit", "10mbit", "100mbit"])
+def test_the_row_through_a_server_takes_as_long_as_a_server_in_virtual_time(plan, link):
+    said, data = plan("--speeds", "1,1,0.5,0.5", "--link", link)
+    (row,), made = data["speeds"]["through a server"], Counter()
+
+    def step_seconds(node, *_):
+        made[node] += 1
+        return 1 / TWO_HALVES[node]
+
+    wire = ps.Link(50e-6, parse_rate(link))
+    trace = ps.simulate(
+        ps.presets.local(row["every"], codec="int2"), nodes=4, updates=60, step_seconds=step_seconds,
+        link=wire, server_link=wire, payload_bytes=4 * PROFILE.elements,
+    )  # fmt: skip
+    assert row["step_seconds"] == pytest.approx(trace.seconds / made[0], rel=0.2)
+    assert row["bytes_sent"] == pytest.approx(trace.bytes_up / made[0] / 4, rel=0.05)
+    assert row["worth"] == pytest.approx(3.0 / row["step_seconds"] / row["steps"])
+    assert row["label"] == f"local:sync_every={row['every']}:codec=int2"
+    assert "through a server local:codec=int2 /8 " in said
 
 
 def test_ranks_of_a_machine_go_or_stay_together(plan):

@@ -15,7 +15,7 @@ step instead of before the exchange; the error is the *local* one, A_w minus wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -39,7 +39,7 @@ from thinwire.core.methods.lowrank import (
 )
 from thinwire.core.methods.prices import ACCUMULATE, COPY, FINITE, IN_PLACE, READ, WRITE, Prices
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.program import Bucket, Program, State, Topology
+from thinwire.core.program import Bucket, Program, Shapes, State, Topology
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ACP(LowRank, Decoupling):
         check_collective(self.collective, deterministic=self.deterministic)
         check_decoupling(self, residual=self.has_residual, collective=self.collective)
 
-    def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
+    def payload(self, shapes: Shapes, phase: int) -> list[int]:
         """Return elements sent per tensor: r n in phase 0, r m in phase 1, all of a dense tensor."""
         sizes = super().payload(shapes, phase)
         for i, shape in enumerate(shapes):
@@ -82,9 +82,7 @@ class ACP(LowRank, Decoupling):
                 sizes[i] = rank * (int(shape[0]) if phase % 2 == 0 else sizes[i] // int(shape[0]))
         return sizes
 
-    def compute_seconds(
-        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
-    ) -> list[float]:
+    def compute_seconds(self, shapes: Shapes, phase: int, topology: Topology, costs: Costs) -> list[float]:
         """Accumulate, project and peel, pack; then the next basis and the product for the mean."""
         low, dense = self.matrices(shapes)
         prices = Prices(costs, topology.world_size, topology)

@@ -30,7 +30,7 @@ from thinwire.core.methods.decoupling import Decoupling, check_decoupling, decou
 from thinwire.core.methods.exchanges import check_collective
 from thinwire.core.methods.prices import COPY, IN_PLACE, Prices, elements
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.program import Bucket, Method, Program, State, Topology
+from thinwire.core.program import Bucket, Method, Program, Shapes, State, Topology
 
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -93,7 +93,7 @@ class Cast(Decoupling, Method):
         check_collective(self.collective, deterministic=self.deterministic)
         check_decoupling(self, collective=self.collective)
 
-    def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
+    def payload(self, shapes: Shapes, phase: int) -> list[int]:
         """Return half an fp32 element per element; below 16 bits, the bits and the scales."""
         sizes = super().payload(shapes, phase)
         bits = _BITS.get(self.dtype)
@@ -103,13 +103,9 @@ class Cast(Decoupling, Method):
         """Return whether it sends 16 bits."""
         return self.dtype not in _BITS
 
-    def compute_seconds(
-        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
-    ) -> list[float]:
+    def compute_seconds(self, shapes: Shapes, phase: int, topology: Topology, costs: Costs) -> list[float]:
         """Copy into the bucket, divide and cast; then cast back."""
         size, prices = elements(shapes), Prices(costs, topology.world_size, topology)
-        if not size:
-            return [0.0]
         if self.dtype in _BITS:
             return two_step.seconds(size, topology.world_size, _BITS[self.dtype], prices)
         cast = 1.5  # the 16-bit side has half the bytes

@@ -43,7 +43,18 @@ from thinwire.core.methods.sparse import (
     stays_dense,
 )
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.program import AllGather, AllReduce, Bucket, Method, Program, Slot, State, Topology, working_dtype
+from thinwire.core.program import (
+    AllGather,
+    AllReduce,
+    Bucket,
+    Method,
+    Program,
+    Shapes,
+    Slot,
+    State,
+    Topology,
+    working_dtype,
+)
 
 _MOMENTUM, _DECAY = "momentum", "decay"
 
@@ -123,7 +134,7 @@ class DGC(Method):
             f"replace it with torch.optim.SGD(model.parameters(), lr={float(group['lr']):g}) and pass these two to DGC"
         )
 
-    def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
+    def payload(self, shapes: Shapes, phase: int) -> list[int]:
         """Return each tensor's message in units of fp32 elements: 2 k for fp32 pairs."""
         sizes = super().payload(shapes, phase)
         if self.density == 1:
@@ -134,13 +145,9 @@ class DGC(Method):
         """Return the number of entries sent for a bucket of ``d`` elements at a step."""
         return keep_count(d, self.density if self.warmup is None else self.warmup.density(self.density, step))
 
-    def compute_seconds(
-        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
-    ) -> list[float]:
+    def compute_seconds(self, shapes: Shapes, phase: int, topology: Topology, costs: Costs) -> list[float]:
         """Do as Top-k, and the momentum; at density 1, as S-SGD and the momentum. For the density after the warm-up."""
         size, ranks = elements(shapes), topology.world_size
-        if not size:
-            return [0.0]
         prices = Prices(costs, ranks)
         once = ACCUMULATE + (IN_PLACE if self.nesterov else 0.0)
         clipped = prices.passes(FINITE + COPY, size) if self.clip is not None else 0.0

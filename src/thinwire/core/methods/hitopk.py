@@ -43,6 +43,7 @@ from thinwire.core.program import (
     Method,
     Program,
     ReduceScatter,
+    Shapes,
     Slot,
     State,
     Topology,
@@ -124,17 +125,13 @@ class HiTopK(Method):
         """Return True for vectors and embeddings, as Top-k does."""
         return stays_dense(shape, embedding)
 
-    def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
+    def payload(self, shapes: Shapes, phase: int) -> list[int]:
         """Return what a node sends of each tensor to another node, in units of fp32 elements."""
         return message_units((keep_count(n, self.density) for n in super().payload(shapes, phase)), self.value_dtype)
 
-    def compute_seconds(
-        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
-    ) -> list[float]:
+    def compute_seconds(self, shapes: Shapes, phase: int, topology: Topology, costs: Costs) -> list[float]:
         """Copy into the bucket; shard and residual, select, zero what is sent, pack; add all nodes' pairs; deliver."""
         size, prices = elements(shapes), Prices(costs, topology.world_size)
-        if not size:
-            return [0.0]
         nodes, ranks = _grid(topology)
         if nodes == 1:
             return [prices.passes(COPY, size), prices.passes(FINITE, size)]

@@ -23,7 +23,7 @@ from thinwire.core.methods.base import accumulate_flat, all_finite, poison, stag
 from thinwire.core.methods.sparse import message_units
 from thinwire.core.methods.topk import TopK
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.program import AllReduce, Bucket, Method, Program, State, Topology
+from thinwire.core.program import AllReduce, Bucket, Method, Program, Shapes, State, Topology
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,11 @@ class LAGS(Method):
         """Return True for vectors and embeddings, as Top-k does."""
         return self._sparse.dense(name, shape, embedding)
 
-    def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
+    def payload(self, shapes: Shapes, phase: int) -> list[int]:
         """Return each tensor's message at the highest compression, in units of fp32 elements."""
         return message_units(map(self.least, super().payload(shapes, phase)), self.value_dtype)
 
-    def compute_seconds(
-        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
-    ) -> list[float]:
+    def compute_seconds(self, shapes: Shapes, phase: int, topology: Topology, costs: Costs) -> list[float]:
         """Do as Top-k."""
         return self._sparse.compute_seconds(shapes, phase, topology, costs)
 

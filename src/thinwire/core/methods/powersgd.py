@@ -15,7 +15,7 @@ rejected steps leave the state unchanged.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,7 +35,7 @@ from thinwire.core.methods.lowrank import (
 )
 from thinwire.core.methods.prices import ACCUMULATE, COPY, FINITE, IN_PLACE, READ, WRITE, Prices
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.program import Bucket, Program, State, Topology
+from thinwire.core.program import Bucket, Program, Shapes, State, Topology
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,14 @@ class PowerSGD(LowRank):
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"rank": 4},)
     auto: ClassVar[tuple[int, tuple[Mapping[str, Any], ...]] | None] = (3, ({"rank": 4},))
 
-    def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
+    def payload(self, shapes: Shapes, phase: int) -> list[int]:
         """Return elements sent per tensor: r (n + m), all of a dense tensor."""
         return [
             rank * (int(shape[0]) + size // int(shape[0])) if (rank := self.rank_of(shape)) else size
             for shape, size in ((shape, math.prod(shape)) for shape in shapes)
         ]
 
-    def compute_seconds(
-        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
-    ) -> list[float]:
+    def compute_seconds(self, shapes: Shapes, phase: int, topology: Topology, costs: Costs) -> list[float]:
         """Accumulate, A Q, pack; a basis, At P, the residual, pack; then the next query and P Qt."""
         low, dense = self.matrices(shapes)
         prices = Prices(costs, topology.world_size)

@@ -79,15 +79,11 @@ class Prices:
 
     def average_decoupled(self, size: int, *, watch: bool = False) -> list[float]:
         """Return the segments of ``decoupling.average_decoupled``: the sum is received where it is needed."""
-        if not size:
-            return [0.0]
         return [self.passes(COPY, size), 0.0, 0.0, self.passes(FINITE if watch else 0.0, size)]
 
     def average_flat(
         self, size: int, *, deterministic: bool, watch: bool = False, collective: str = "flat"
     ) -> list[float]:
-        if not size:
-            return [0.0]
         elsewhere = deterministic or (
             collective_of(collective, size) == "torus" and self._topology and not one_level(self._topology)
         )

@@ -16,7 +16,6 @@ and with few levels its feedback would grow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,7 +26,7 @@ from thinwire.core.methods.base import check_fusion, poison
 from thinwire.core.methods.prices import AT_RANDOM, DECODE, DRAW, ENCODE, IN_PLACE, WRITE, Prices, elements
 from thinwire.core.methods.rows import Rows
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.program import Bucket, Method, Program, State, Topology
+from thinwire.core.program import Bucket, Method, Program, Shapes, State, Topology
 
 
 def check_block(block: Any) -> None:
@@ -64,17 +63,13 @@ class QSGD(Method):
         check_count("seed", self.seed, 0)
         check_fusion(self.fusion)
 
-    def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
+    def payload(self, shapes: Shapes, phase: int) -> list[int]:
         """Return codes and scales of each tensor in units of fp32 elements, rounded up."""
         return [-(-size * self.bits // 32) + -(-size // self.block) for size in super().payload(shapes, phase)]
 
-    def compute_seconds(
-        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
-    ) -> list[float]:
+    def compute_seconds(self, shapes: Shapes, phase: int, topology: Topology, costs: Costs) -> list[float]:
         """Draw and encode; then decode all ranks' codes."""
         size, prices = elements(shapes), Prices(costs, topology.world_size)
-        if not size:
-            return [0.0]
         after = WRITE + DECODE * topology.world_size + IN_PLACE
         return [prices.passes(DRAW + ENCODE + AT_RANDOM, size), prices.passes(after, size)]
 

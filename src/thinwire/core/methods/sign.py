@@ -17,7 +17,7 @@ an owner.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,7 +31,7 @@ from thinwire.core.methods.base import all_finite, check_fusion, poison
 from thinwire.core.methods.prices import ACCUMULATE, IN_PLACE, WRITE, Prices, elements
 from thinwire.core.methods.rows import Rows
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.program import Bucket, Method, Program, State, Topology
+from thinwire.core.program import Bucket, Method, Program, Shapes, State, Topology
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,13 @@ class SignSGD(Method):
         if not self.error_feedback:
             object.__setattr__(self, "has_residual", False)
 
-    def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
+    def payload(self, shapes: Shapes, phase: int) -> list[int]:
         """Return bits and scales of each tensor in units of fp32 elements, rounded up."""
         return [-(-size // 32) + self.levels if size else 0 for size in super().payload(shapes, phase)]
 
-    def compute_seconds(
-        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
-    ) -> list[float]:
+    def compute_seconds(self, shapes: Shapes, phase: int, topology: Topology, costs: Costs) -> list[float]:
         """Accumulate, encode, decode this rank's bits; then decode all ranks' bits."""
         size, prices = elements(shapes), Prices(costs, topology.world_size)
-        if not size:
-            return [0.0]
         # Counted in the code of _encode, where a bool is a quarter of a pass.
         encode = 18.1 if self.vote == "majority" else 3.6 if self.levels == 1 else 10.1
         row = 2 * IN_PLACE  # the table's values out and in, and the sum

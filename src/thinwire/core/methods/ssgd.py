@@ -17,7 +17,7 @@ from thinwire.core.methods.decoupling import Decoupling, average_decoupled, chec
 from thinwire.core.methods.exchanges import check_collective
 from thinwire.core.methods.prices import Prices, elements
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.program import Bucket, Method, Program, State, Topology
+from thinwire.core.program import Bucket, Method, Program, Shapes, State, Topology
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,7 @@ class SSGD(Decoupling, Method):
     def sums(self, shape: Sequence[int]) -> bool:
         return True
 
-    def compute_seconds(
-        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
-    ) -> list[float]:
+    def compute_seconds(self, shapes: Shapes, phase: int, topology: Topology, costs: Costs) -> list[float]:
         """Copy into the bucket and divide."""
         prices = Prices(costs, topology.world_size, topology)
         if self.decoupled:

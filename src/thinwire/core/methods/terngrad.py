@@ -28,7 +28,7 @@ from thinwire.core.methods.base import all_finite, check_fusion, poison
 from thinwire.core.methods.prices import COPY, DRAW, IN_PLACE, READ, TERNARY, Prices, elements
 from thinwire.core.methods.rows import Rows
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.program import AllGather, AllReduce, Bucket, Method, Program, State, Topology
+from thinwire.core.program import AllGather, AllReduce, Bucket, Method, Program, Shapes, State, Topology
 
 _MOST_RANKS = 127  # the largest number whose sum fits into an int8
 _WIDTH = 512  # elements in a row
@@ -57,18 +57,14 @@ class TernGrad(Method):
         check_count("seed", self.seed, 0)
         check_fusion(self.fusion)
 
-    def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
+    def payload(self, shapes: Shapes, phase: int) -> list[int]:
         """Return a byte per element and a scale, in units of fp32 elements, rounded up."""
         return [-(-size // 4) + 1 if size else 0 for size in super().payload(shapes, phase)]
 
-    def compute_seconds(
-        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
-    ) -> list[float]:
+    def compute_seconds(self, shapes: Shapes, phase: int, topology: Topology, costs: Costs) -> list[float]:
         """Compute scales; draws and codes; then their sum as floats."""
         _check_ranks(topology.world_size)
         size, prices = elements(shapes), Prices(costs, topology.world_size)
-        if not size:
-            return [0.0]
         scale = READ if self.clip is None else 2 * READ
         after = 1.25 + IN_PLACE + COPY  # an int8 is a quarter of a pass
         return [prices.passes(scale, size), prices.passes(DRAW + TERNARY, size), prices.passes(after, size)]

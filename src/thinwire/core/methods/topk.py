@@ -40,7 +40,7 @@ from thinwire.core.methods.sparse import (
     stays_dense,
 )
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.program import AllGather, Bucket, Method, Program, State, Topology
+from thinwire.core.program import AllGather, Bucket, Method, Program, Shapes, State, Topology
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class TopK(Method):
         """Return True for vectors and embeddings: they are small, or sparse already."""
         return stays_dense(shape, embedding)
 
-    def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
+    def payload(self, shapes: Shapes, phase: int) -> list[int]:
         """Return each tensor's message in units of fp32 elements: 2 k for fp32 pairs; "oktopk": all its boxes."""
         room = self.capacity if self.exchange == "oktopk" else 1.0
         kept = (keep_count(size, self.density) for size in super().payload(shapes, phase))
@@ -110,7 +110,7 @@ class TopK(Method):
             return self.exchange
         return assumed_cheapest(d, k, ranks, self.value_dtype, self.capacity)
 
-    def plan_exchange(self, shapes: Sequence[Sequence[int]], kept: int, topology: Topology, costs: Costs) -> str:
+    def plan_exchange(self, shapes: Shapes, kept: int, topology: Topology, costs: Costs) -> str:
         """Return, for "auto", the cheapest exchange of a bucket by measured costs."""
         size = elements(shapes)
         if self.exchange != "auto" or not size or topology.world_size == 1:
@@ -118,16 +118,12 @@ class TopK(Method):
         k = min(size, kept) or keep_count(size, self.density)
         return cheapest(size, k, topology.world_size, costs, self.value_dtype, self.capacity)
 
-    def compute_seconds(
-        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
-    ) -> list[float]:
+    def compute_seconds(self, shapes: Shapes, phase: int, topology: Topology, costs: Costs) -> list[float]:
         """Accumulate, select, pack; merge or sum by region; zero what was sent, add and average the pairs.
 
         For the density after the warm-up.
         """
         size, ranks = elements(shapes), topology.world_size
-        if not size:
-            return [0.0]
         kept = keep_count(size, self.density)
         exchange, prices = self.exchange_of(size, kept, ranks), Prices(costs, ranks)
         return segments(exchange, size, kept, ranks, prices, feedback=self.error_feedback, capacity=self.capacity)

@@ -5,7 +5,7 @@ Not here: real communication (core/collectives/, engine/), and particular method
 
 from thinwire.core.program.bucket import Bucket, Slot, working_dtype
 from thinwire.core.program.local_world import LocalWorld, OrderError
-from thinwire.core.program.method import Method
+from thinwire.core.program.method import Method, Shapes
 from thinwire.core.program.ops import (
     CROSS,
     NODE,
@@ -47,6 +47,7 @@ __all__ = [
     "Program",
     "ReduceScatter",
     "Scope",
+    "Shapes",
     "Slot",
     "State",
     "Topology",

@@ -16,6 +16,9 @@ from thinwire.core.program.ops import Program
 from thinwire.core.program.state import State
 from thinwire.core.program.topology import Topology
 
+Shapes = Sequence[Sequence[int]]
+"""Of a bucket's parameters."""
+
 
 class Method(abc.ABC):
     """A method: what happens to one bucket of gradients, as straight-line code.
@@ -90,7 +93,7 @@ class Method(abc.ABC):
         """Return the method for parameters that stay dense; None: S-SGD."""
         return None
 
-    def plan_exchange(self, shapes: Sequence[Sequence[int]], kept: int, topology: Topology, costs: Any) -> str:
+    def plan_exchange(self, shapes: Shapes, kept: int, topology: Topology, costs: Any) -> str:
         """Return what a measured plan should note as a bucket's ``exchange``; "": nothing."""
         return ""
 
@@ -101,13 +104,11 @@ class Method(abc.ABC):
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
         """Raise ``ValueError`` if the method does not work with this optimizer. Not called on a single rank."""
 
-    def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
+    def payload(self, shapes: Shapes, phase: int) -> list[int]:
         """Return the elements sent for each of these shapes, in fp32 units; they scale the fusion thresholds."""
         return [math.prod(shape) for shape in shapes]
 
-    def compute_seconds(
-        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Any
-    ) -> list[float] | None:
+    def compute_seconds(self, shapes: Shapes, phase: int, topology: Topology, costs: Any) -> list[float] | None:
         """Return seconds of each segment between yields (yields + 1 numbers) for the simulator; None: free."""
         return None
 

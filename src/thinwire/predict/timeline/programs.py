@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,10 +13,9 @@ from thinwire.core.checks import check_seconds
 from thinwire.core.pricing.costs import Costs
 from thinwire.core.pricing.hierarchy import crossing_shares
 from thinwire.core.pricing.profiles import ModelProfile
-from thinwire.core.program import Bucket, Method, Plan, Program, Scope, State, Topology
+from thinwire.core.program import Bucket, Method, Plan, Program, Scope, Shapes, State, Topology
 from thinwire.core.program.trace import TracedExchange, steady_step, trace
 
-Shapes = tuple[tuple[int, ...], ...]
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
@@ -129,7 +129,8 @@ def parts_of(
         )
         if key not in known:
             program = bucket.applied(dense if bucket.dense else method)
-            seconds = program.compute_seconds(key[1], phase, place.topology, costs)
+            empty = not any(map(math.prod, key[1]))
+            seconds = None if empty else program.compute_seconds(key[1], phase, place.topology, costs)
             yields = None if seconds is None else len(seconds) - 1
             steps = _traced(program, key[1], place, phase, profile.dtype_bytes, yields, bucket.kept)
             free = [0.0] * (len(steps) + 1)

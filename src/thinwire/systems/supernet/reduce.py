@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from thinwire.core.checks import check_choice
 from thinwire.core.methods.ssgd import SSGD
-from thinwire.core.program import AllGather, Bucket, Method, Program, State, Topology
+from thinwire.core.program import AllGather, Bucket, Method, Program, Shapes, State, Topology
 from thinwire.core.program.trace import memory
 from thinwire.engine.sync import GradientSync
 from thinwire.systems.supernet.active import ActiveSet, PackedState, pack, unpack
@@ -133,12 +133,10 @@ class ActiveReduce(Method):
         plain = self.inner.dense_method() or SSGD(deterministic=self.inner.deterministic)
         return ActiveReduce(plain, announced=self.announced)
 
-    def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
+    def payload(self, shapes: Shapes, phase: int) -> list[int]:
         return self.inner.payload(shapes, phase)
 
-    def compute_seconds(
-        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Any
-    ) -> list[float] | None:
+    def compute_seconds(self, shapes: Shapes, phase: int, topology: Topology, costs: Any) -> list[float] | None:
         return self.inner.compute_seconds(shapes, phase, topology, costs)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

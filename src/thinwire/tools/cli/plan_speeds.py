@@ -1,17 +1,21 @@
-"""``thinwire plan --speeds``: workers that differ in speed, in step or at their own pace, and the fastest alone."""
+"""``thinwire plan --speeds``: workers that differ in speed: at their own pace, through a server or not, and in step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Any
 
+from thinwire.core.methods.cast import Cast
 from thinwire.core.methods.registry import label_of
-from thinwire.core.pricing.periods import up_to
+from thinwire.core.pricing.periods import best_period, mean_step, up_to
 from thinwire.core.program import Method, Topology
+from thinwire.core.records import plain
 from thinwire.predict.choose import Entry, Ranking, choose
 from thinwire.predict.choose.rank import GAIN
+from thinwire.predict.choose.worth import period_worth, shipped
 from thinwire.predict.timeline.local_steps import OneWorker, OwnPace, Periodic, is_plain
 from thinwire.tools.bench.words import split_options
 from thinwire.tools.cli.plan_inputs import Question
@@ -51,16 +55,47 @@ class RankedSpeeds:
     def sections(self) -> Mapping[str, tuple[Entry, ...]]:
         """The table: at their own pace, the fastest alone, and in step."""
         ranking = self.everyone[1]
-        found = {"at their own pace": tuple(filter(at_own_pace, ranking.entries))}
+        found = {"at their own pace": tuple(filter(at_own_pace, ranking.entries)), "through a server": self.served}
         if self.fastest:
             fast = self.fastest[1]
             found[f"the {fast.workers} fastest alone"] = tuple(dict.fromkeys((fast.best_exact, fast.best)))
         step = tuple(entry for entry in ranking.lossy if not at_own_pace(entry))
         return {**found, "in step, exact": ranking.exact, "in step, lossy": step}
 
+    @property
+    def served(self) -> tuple[Entry, ...]:
+        """The best one at their own pace through a server, on whose link changes come in, and 8 bits go out to each."""
+        question, ranking = self.everyone
+        method_of: dict[str, Any] = dict(question.candidates)
+        known = [entry for entry in ranking.entries if entry.steps]
+        coded = [e for e in known if at_own_pace(e) and isinstance(method_of[e.label].codec, Cast)]
+        alone = next((entry for entry in known if entry.method == OneWorker.name), None)
+        if question.network or not coded or alone is None:
+            return ()
+        like, own, elements = coded[0], method_of[coded[0].label], question.profile.elements
+        up, down = (4 * sum(code.payload([(elements,)], 0)) for code in (own.codec, Cast("int8")))
+        travels = 8 * ranking.workers * (up + down) / question.bits_per_second
+        travels += 2 * (question.latency_seconds + question.delay_seconds)
+        worth, kind = question.worth_of or shipped(), partial(OwnPace, speeds=own.speeds)
+        steps = period_worth(worth, own.codec, elements, ranking.workers, own.look, kind)
+        every, _ = best_period(alone.step_seconds, travels, steps, delay=0, periods=up_to(own.most))
+        served = replace(own, every=every, delay=0)
+        seconds = mean_step(alone.step_seconds * served.stretch, travels, every, 0)
+        needs, longer = worth(served, elements, ranking.workers), seconds / like.step_seconds
+        options = {"sync_every": every, "codec": own.codec.options()["dtype"]}
+        entry = replace(
+            like, label=label_of(own.name, options), step_seconds=seconds, low_seconds=longer * like.low_seconds,
+            high_seconds=longer * like.high_seconds, exposed_seconds=seconds - alone.step_seconds,
+            bytes_sent=up // every, bound_by="network bandwidth", every=every, steps=needs.middle,
+            most_steps=needs.high, worth=alone.step_seconds * (alone.steps or 0) / (seconds * needs.middle),
+        )  # fmt: skip
+        return (entry,)
+
     def to_data(self) -> dict[str, Any]:
         fastest = self.fastest and {"workers": self.fastest[1].workers, "ranking": self.fastest[1].to_data()}
-        return {"ranking": self.everyone[1].to_data(), "fastest": fastest, "adds": self.adds, "answer": self.sentence}
+        served = [plain(asdict(entry)) for entry in self.served]
+        sentence = {"adds": self.adds, "answer": self.sentence}
+        return {"ranking": self.everyone[1].to_data(), "fastest": fastest, "through a server": served, **sentence}
 
 
 def _worth(ranking: Ranking) -> float:
