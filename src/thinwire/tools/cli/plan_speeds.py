@@ -68,7 +68,7 @@ class RankedSpeeds:
         question, ranking = self.everyone
         method_of: dict[str, Any] = dict(question.candidates)
         known = [entry for entry in ranking.entries if entry.steps]
-        coded = [e for e in known if at_own_pace(e) and isinstance(method_of[e.label].codec, Cast)]
+        coded = [entry for entry in known if at_own_pace(entry) and _in_bits(method_of[entry.label].codec)]
         alone = next((entry for entry in known if entry.method == OneWorker.name), None)
         if question.network or not coded or alone is None:
             return ()
@@ -82,7 +82,7 @@ class RankedSpeeds:
         served = replace(own, every=every, delay=0)
         seconds = mean_step(alone.step_seconds * served.stretch, travels, every, 0)
         needs, longer = worth(served, elements, ranking.workers), seconds / like.step_seconds
-        options = {"sync_every": every, "codec": own.codec.options()["dtype"]}
+        options = {"sync_every": every, "codec": str(own.codec.dtype).removeprefix("torch.")}
         entry = replace(
             like, label=label_of(own.name, options), step_seconds=seconds, low_seconds=longer * like.low_seconds,
             high_seconds=longer * like.high_seconds, exposed_seconds=seconds - alone.step_seconds,
@@ -102,6 +102,11 @@ def _worth(ranking: Ranking) -> float:
     """Return the most that they are worth by any method; 1 where one alone is recommended."""
     most = max(entry.worth or 1.0 for entry in ranking.entries)
     return 1.0 if ranking.answer.method == OneWorker.name else most
+
+
+def _in_bits(codec: Method) -> bool:
+    """Return whether a server takes changes in it: in 8, 4, 2 or 1 bits."""
+    return isinstance(codec, Cast) and codec.has_residual
 
 
 def at_own_pace(entry: Entry) -> bool:
