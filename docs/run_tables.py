@@ -24,9 +24,19 @@ PICTURE = DOCS / "images" / "long_runs.png"
 RESULTS = DOCS.parent / "benchmarks" / "results" / "race.json"
 BITS = {"int8": 8.125, "int4": 4.125, "int2": 2.125, "int1": 1.125}
 """Of an element, its share of a block's scale of 32 bits included."""
+LOCAL = {"local": "local", "diloco": "DiLoCo"}
 TRIED = "local_variants:"
 """Rows of benchmarks/local_variants.py, which gained nothing: they stay in the record."""
-KINDS = ("usual", "larger", "short", "workers", "eight", "muon", "plain")
+KINDS = (
+    "usual",
+    "larger",
+    "short",
+    "workers",
+    "eight",
+    "sixteen",
+    "muon",
+    "plain",
+)
 
 
 def whole() -> list[dict[str, Any]]:
@@ -52,7 +62,7 @@ def kind(one: dict[str, Any]) -> str:
     if one["elements"] > 2e6:
         return "larger"
     if workers > 4:
-        return "eight"
+        return "sixteen" if workers > 8 else "eight"
     return "workers" if workers > 2 else "short" if steps < 1000 else "usual"
 
 
@@ -70,19 +80,20 @@ def sent(methods: str, model: str = "") -> float:
         return 0.0
     if row.kind == "accumulate":
         return 1 / int(row.options["every"])
-    if row.kind != "local":
+    if row.kind not in LOCAL:
         return BITS.get(str(row.options.get("dtype")), 32) / 32
-    return BITS.get(str(row.options["codec"]), 32) / 32 / int(row.options["sync_every"])
+    bits = BITS.get(str(row.options.get("codec")), 32)
+    return bits / 32 / int(row.options["sync_every"])
 
 
 def named(methods: str) -> str:
     """A row in words."""
     (row,) = parse_rows(methods)
     look = f", look {row.options['look']}" if "look" in row.options else ""
-    if row.kind == "local":
+    if row.kind in LOCAL:
         late = row.options.get("fragment_sync_delay")
-        bits = str(row.options["codec"]).removeprefix("int")
-        said = f"local, every {row.options['sync_every']}"
+        bits = str(row.options.get("codec", "none")).removeprefix("int")
+        said = f"{LOCAL[row.kind]}, every {row.options['sync_every']}"
         bits = "32" if bits == "none" else bits
         said += f" in {bits} bit{'s' * (bits != '1')}"
         return said + (f", merged {late} late" if late else "") + look
@@ -148,12 +159,14 @@ def panel(one: dict[str, Any]) -> Panel:
             continue
         family, every = name, ""
         if found := re.fullmatch(
-            r"local, every (\d+)(.*?)(?: merged (\d+) late)?(, look.*)?", name
+            r"(?:local|DiLoCo), every (\d+)(.*?)(?: merged (\d+) late)?(, look.*)?",
+            name,
         ):
             every = found[1]
             late = {None: "", "1": ", merged 1 late"}.get(found[3], ", merged late")
             kept = found[2].replace(" in ", " ").strip(", ")
-            family = f"local, {kept}{late}{found[4] or ''}"  # a colour for each
+            kept = f"{name.split(',')[0]}, {kept}"
+            family = f"{kept}{late}{found[4] or ''}"  # a colour for each
         at = sent(row["methods"], one["track"]["model"]) * exact
         families.setdefault(family, []).append((at, loss, every))
     series = []
@@ -174,9 +187,12 @@ def panel(one: dict[str, Any]) -> Panel:
     )
 
 
+SHOWN = ("usual", "workers", "eight", "sixteen")
+
+
 def picture() -> Picture:
     """A panel for each number of workers."""
-    shown = [one for one in whole() if kind(one) in ("usual", "workers", "eight")]
+    shown = [one for one in whole() if kind(one) in SHOWN]
     return Picture("GPTs, whole runs of 1,504 steps", tuple(map(panel, shown)))
 
 
