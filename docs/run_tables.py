@@ -33,7 +33,6 @@ KINDS = (
     "short",
     "workers",
     "eight",
-    "sixteen",
     "muon",
     "plain",
 )
@@ -62,7 +61,7 @@ def kind(one: dict[str, Any]) -> str:
     if one["elements"] > 2e6:
         return "larger"
     if workers > 4:
-        return "sixteen" if workers > 8 else "eight"
+        return "eight"
     return "workers" if workers > 2 else "short" if steps < 1000 else "usual"
 
 
@@ -187,7 +186,7 @@ def panel(one: dict[str, Any]) -> Panel:
     )
 
 
-SHOWN = ("usual", "workers", "eight", "sixteen")
+SHOWN = ("usual", "workers", "eight")
 
 
 def picture() -> Picture:

@@ -29,6 +29,11 @@ def test_the_pages_sentences_are_those_of_its_tables():
         assert percent("workers", f"local sync_every={bits} look=0.5") == looking
     assert percent("workers", "local sync_every=4 codec=int4") == 16
     assert percent("muon", every4) == -2
+    eight = found["eight"]["rows"]
+    theirs, ours = "diloco sync_every=32", every4
+    assert round(eight[theirs]["factors"][0] / eight[ours]["factors"][0], 1) == 2.0
+    sent = [run_tables.sent(eight[row]["methods"]) for row in (theirs, ours)]
+    assert round(sent[0] / sent[1], 1) == 1.9
 
 
 def test_what_a_row_sends():
@@ -39,6 +44,7 @@ def test_what_a_row_sends():
         "ssgd:look=0.5": 1.0,
         "local:sync_every=4:codec=int2": 2.125 / 32 / 4,
         "local:sync_every=8:codec=int1:look=0.5": 1.125 / 32 / 8,
+        "diloco:sync_every=32": 1 / 32,
     }
     assert {methods: run_tables.sent(methods) for methods in shares} == shares
     assert run_tables.named("local:sync_every=8:codec=int1:look=0.5") == "local, every 8 in 1 bit, look 0.5"
