@@ -10,6 +10,7 @@ import pytest
 import torch
 from local_ranks import SHAPES, Ranks, close, drawn, equal, mean_walk, virtual, walk
 
+import thinwire
 from thinwire.core.methods.acp import ACP
 from thinwire.core.methods.cast import Cast
 from thinwire.core.methods.dgc import DGC
@@ -335,6 +336,11 @@ def test_outer_weights_are_lent_to_the_model():
 def test_bad_settings(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         Local(**options)
+
+
+def test_a_server_is_joined_from_a_loop_of_ones_own():
+    with pytest.raises(ValueError, match=r"server= joins from a loop or callback of your own: thinwire.attach"):
+        thinwire.ddp_hook("local", server="10.0.0.1:29400")
 
 
 @pytest.mark.parametrize(

@@ -287,6 +287,8 @@ def local_settings(method: Local | str, options: Mapping[str, Any]) -> Local:
         return method
     name = method.lower()
     known = [one.name for one in fields(Local)]
+    if "server" in options:
+        raise ValueError('server= joins from a loop or callback of your own: thinwire.attach(..., "local", server=...)')
     if wrong := [option for option in options if option not in known]:
         raise ValueError(unknown(f"option of {name}", wrong[0], known))
     chosen = {**PRESETS[name], **options}
