@@ -202,15 +202,16 @@ def test_the_row_through_a_server_takes_as_long_as_a_server_in_virtual_time(plan
     assert "through a server local:codec=int2 /8 " in said
 
 
-def test_a_server_takes_bits_only(plan):
+def test_a_server_takes_bits_only_and_merges_nothing_late(plan):
     names = {}
-    for codec, word in (("int8", "int8"), ("bf16", "bfloat16")):
-        race = [{**row, "options": {"dtype": word}} if row["method"] == "cast" else row for row in RACED]
+    for codec, word, delay in (("int8", "int8", 0), ("bf16", "bfloat16", 0), ("int2", "int2", 1)):
+        new = {"options": {"dtype": word}, "delay": delay}
+        race = [row | new if row["method"] == "cast" else row for row in RACED]
         Path("race.json").write_text(json.dumps({"rows": race}))
         _, data = plan("--speeds", "1,1,0.5,0.5", methods=f"local:codec={codec}")
         assert any(entry["steps"] and "pace=own" in entry["label"] for entry in data["speeds"]["ranking"]["entries"])
         names[codec] = [entry["label"] for entry in data["speeds"]["through a server"]]
-    assert names == {"int8": ["local:sync_every=8:codec=int8"], "bf16": []}
+    assert names == {"int8": ["local:sync_every=8:codec=int8"], "bf16": [], "int2": []}
 
 
 def test_ranks_of_a_machine_go_or_stay_together(plan):

@@ -82,6 +82,8 @@ class RankedSpeeds:
         served = replace(own, every=every, delay=0)
         seconds = mean_step(alone.step_seconds * served.stretch, travels, every, 0)
         needs, longer = worth(served, elements, ranking.workers), seconds / like.step_seconds
+        if not needs.known:  # only with late merges
+            return ()
         options = {"sync_every": every, "codec": str(own.codec.dtype).removeprefix("torch.")}
         entry = replace(
             like, label=label_of(own.name, options), step_seconds=seconds, low_seconds=longer * like.low_seconds,
