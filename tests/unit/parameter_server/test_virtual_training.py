@@ -459,6 +459,12 @@ def test_a_change_that_is_too_long_or_not_finite_is_cut_and_counted():
     assert weights.clip.cut == {12: 1, 11: 2}
 
 
+def test_a_link_on_which_nobody_ever_joins_ends_in_a_sentence():
+    settings, wire = local(8, lease_seconds=1000.0), Link(0.001, 1e4)
+    with pytest.raises(ValueError, match=r"no update in 100000 s: is the link too slow"):
+        simulate(settings, nodes=2, updates=3, step_seconds=equal, link=wire, server_link=wire, payload_bytes=4_000_000)
+
+
 def drawn_faults(rng, nodes, seconds):
     """Deaths with a return, pauses, and cut connections, one after another."""
     at, found = 5.0, []

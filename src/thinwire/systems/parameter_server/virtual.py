@@ -117,6 +117,7 @@ class Trace:
 
 
 _LINK = Link()  # an immutable default
+_UNMOVED_SECONDS = 1e5  # without an update, after which a simulation without an end of its own gives up
 
 StepSeconds = Callable[[int, int, int, random.Random], float]
 GradientOf = Callable[[Tensor, int, int, int], Tensor]
@@ -488,6 +489,8 @@ def simulate(
         shards: k machines, each with a link like the server's and a slice of the weights; 0: the server holds them.
         evaluate: weights -> loss, called every second of virtual time.
 
+    Raises:
+        ValueError: there is no end, or no update comes, as on a link on which joining takes too long.
     """
     if updates is None and gradients is None and seconds is None:
         raise ValueError("say when to end: updates, gradients or seconds")
@@ -515,6 +518,9 @@ def simulate(
     def reached() -> bool:
         if not any(node.alive for node in sim.nodes) and sim.time.now > last_fault:
             return True  # nothing more can happen
+        newest = max(last_fault, sim.trace.updates[-1][1] if sim.trace.updates else 0.0)
+        if seconds is None and sim.time.now > newest + _UNMOVED_SECONDS:
+            raise ValueError(f"no update in {_UNMOVED_SECONDS:.0f} s: is the link too slow for what is sent?")
         return (updates is not None and server.version >= updates) or (
             gradients is not None and server.counters["applied"] >= gradients
         )
