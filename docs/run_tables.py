@@ -33,6 +33,7 @@ KINDS = (
     "short",
     "workers",
     "eight",
+    "sixteen",
     "muon",
     "plain",
 )
@@ -61,7 +62,7 @@ def kind(one: dict[str, Any]) -> str:
     if one["elements"] > 2e6:
         return "larger"
     if workers > 4:
-        return "eight"
+        return "sixteen" if workers > 8 else "eight"
     return "workers" if workers > 2 else "short" if steps < 1000 else "usual"
 
 

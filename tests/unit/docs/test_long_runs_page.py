@@ -34,6 +34,8 @@ def test_the_pages_sentences_are_those_of_its_tables():
     assert round(eight[theirs]["factors"][0] / eight[ours]["factors"][0], 1) == 2.0
     sent = [run_tables.sent(eight[row]["methods"]) for row in (theirs, ours)]
     assert round(sent[0] / sent[1], 1) == 1.9
+    assert percent("sixteen", every4) == 104
+    assert percent("eight", every4) == 33
 
 
 def test_what_a_row_sends():
