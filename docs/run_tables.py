@@ -187,12 +187,9 @@ def panel(one: dict[str, Any]) -> Panel:
     )
 
 
-SHOWN = ("usual", "workers", "eight")
-
-
 def picture() -> Picture:
     """A panel for each number of workers."""
-    shown = [one for one in whole() if kind(one) in SHOWN]
+    shown = [one for one in whole() if kind(one) in ("usual", "workers", "eight")]
     return Picture("GPTs, whole runs of 1,504 steps", tuple(map(panel, shown)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from thinwire.core.methods.cast import Cast
@@ -62,7 +62,7 @@ class RankedSpeeds:
         step = tuple(entry for entry in ranking.lossy if not at_own_pace(entry))
         return {**found, "in step, exact": ranking.exact, "in step, lossy": step}
 
-    @property
+    @cached_property
     def served(self) -> tuple[Entry, ...]:
         """The best one at their own pace through a server, on whose link changes come in, and 8 bits go out to each."""
         question, ranking = self.everyone
