@@ -115,6 +115,7 @@ class MeasuredWorth:
             low, high = max(1.0, low / _ONE_SEED), high * _ONE_SEED
         source = f"{by} with {self.elements / 1e6:.2g} M parameters, {self.workers} workers"
         source += f", whole runs of {self.steps:,} steps" if self.steps else ""
+        source += f"; {workers} workers need more" if self.apart and workers > self.workers else ""
         return Worth(low, ordered[len(ordered) // 2], high, source)
 
 

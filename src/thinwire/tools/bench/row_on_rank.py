@@ -31,7 +31,6 @@ from thinwire.tools.bench.session import BenchSpec
 from thinwire.tools.bench.trainer import OptimizerLike, build_trainer
 
 ONE_BUCKET_MB = 1_000_000
-_UNENDING = 1 << 40
 UNUSED = (
     "some parameters got no gradient in the step before, which DDP must know of: return a Workload with "
     "find_unused_parameters=True"
@@ -157,7 +156,7 @@ class RowOnRank:
             if isinstance(self.sync, LocalSync):
                 self._evaluated = self.sync.outer_weights
             if self.row.own_pace:
-                self._numbers = self.sync.steps(_UNENDING)
+                self._numbers = self.sync.steps(1 << 40)  # more than any run has
                 self.steps = next(self._numbers)
         self.close = self.sync.close
 
