@@ -611,7 +611,8 @@ CARRYING = [
     ("dear", {"fusion": "none"}),
     ("dear", {"check_finite": False}),
 ]
-FOUND = [(m, o | {"find_unused_parameters": True}) for m, o in RESIDUAL]
+DECOUPLED = ("acp", {"rank": 1, "start_compression_step": 0, "decoupled": True})
+FOUND = [(m, o | {"find_unused_parameters": True}) for m, o in (*RESIDUAL, DECOUPLED)]
 
 
 @pytest.mark.parametrize(
