@@ -96,6 +96,8 @@ def named(methods: str) -> str:
         said = f"{LOCAL[row.kind]}, every {row.options['sync_every']}"
         bits = "32" if bits == "none" else bits
         said += f" in {bits} bit{'s' * (bits != '1')}"
+        if "fragments" in row.options:
+            said += f", {row.options['fragments']} fragments"
         return said + (f", merged {late} late" if late else "") + look
     bits = str(row.options.get("dtype")).removeprefix("int")
     names = {
@@ -135,7 +137,10 @@ def table(name: str) -> str:
     ]
     for label in sorted(one["rows"], key=lambda label: finals(one, label)):
         row = one["rows"][label]
-        if name != "usual" and "delay" in label:  # the first table is enough for these
+        late = label.startswith("local ") and "delay" in label
+        if late and (
+            name != "usual" or label.endswith(("=7", "=15"))
+        ):  # the first table has enough of these
             continue
         share, loss = sent(row["methods"], one["track"]["model"]), finals(one, label)
         factors = sorted(x for x in row["factors"] if x is not None)

@@ -34,6 +34,10 @@ def test_the_pages_sentences_are_those_of_its_tables():
     assert round(eight[theirs]["factors"][0] / eight[ours]["factors"][0], 1) == 2.0
     sent = [run_tables.sent(eight[row]["methods"]) for row in (theirs, ours)]
     assert round(sent[0] / sent[1], 1) == 1.9
+    streaming = "diloco sync_every=8 codec=int4 fragments=4 fragment_sync_delay=2 fragment_update_alpha=0.5"
+    assert percent("eight", streaming) == 95
+    sent = [run_tables.sent(eight[row]["methods"]) for row in (streaming, ours)]
+    assert round(sent[0] / sent[1], 1) == 1.0
     assert percent("sixteen", every4) == 104
     assert percent("eight", every4) == 33
 
