@@ -43,6 +43,8 @@ WHOLE_LOCAL = (
     *(f"local:sync_every={h}:codec=int2:fragment_sync_delay={d}" for h, d in ((4, 1), (8, 3), (16, 7), (64, 15))),
     "local:sync_every=4:codec=int1",
 )
+MANY = WHOLE_LOCAL[:1]
+"""With more than 8 workers: longer periods cost nearly all that the others gain, and are not planned with."""
 WHOLE = ",".join(
     [
         "ddp,alone,accumulate:every=4,ssgd:look=0.5",
@@ -51,7 +53,7 @@ WHOLE = ",".join(
         "torch-powersgd:rank=4,local:sync_every=32:codec=none",
     ]
 )
-"""Rows of whole runs; of local steps all are needed before any is planned with."""
+"""Rows of whole runs; of local steps all are needed before any is planned with, or ``MANY``."""
 RECIPE = "lr=0.0028:beta2=0.95:decay=0.1:clip=1:held_out=64:scaled_init=true"
 """How language models are trained as a rule, at the rate that is best for DDP here."""
 RESULTS = Path(__file__).parent / "results" / "race.json"
@@ -67,7 +69,10 @@ def whole(
         steps = round(share * track.steps)
         print(f"... {', '.join(labels)}: {steps} steps, rate x {factor:.3g}, seed {seed}", file=sys.stderr, flush=True)
         one = replace(track, steps=steps, every=max(1, steps // 8))
-        return trajectories(one, [row for row in rows if row.label in labels], factor, seed, launch)
+        found = trajectories(one, [row for row in rows if row.label in labels], factor, seed, launch)
+        for label in (label for label in found if found[label].error):
+            print(f"    {label} failed: {found[label].error}", file=sys.stderr, flush=True)
+        return found
 
     base = None if known is None else (WholeRun(known["rate"], tuple(known["finals"])), known["power"])
     finals, power = whole_runs(run, [row.label for row in rows], seeds, rates=rates, known=base)
@@ -126,7 +131,8 @@ def main() -> None:
         known.remove(one)
     # of ranks whose data is alike, and with all local steps: a period of one model would be held against another's
     ships = not told.apart and not other and not told.plain_init
-    ships = ships and {row.label for row in parse_rows(",".join(WHOLE_LOCAL))} <= rows.keys()
+    needed = WHOLE_LOCAL if told.workers <= 8 else MANY
+    ships = ships and {row.label for row in parse_rows(",".join(needed))} <= rows.keys()
     about = {"elements": build_model(track.model).parameters, "rates": told.rates, "ships": ships}
     known.append(mine | about | {"rows": rows})
     RESULTS.write_text(json.dumps(known, indent=2) + "\n")

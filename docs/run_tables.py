@@ -25,8 +25,17 @@ RESULTS = DOCS.parent / "benchmarks" / "results" / "race.json"
 BITS = {"int8": 8.125, "int4": 4.125, "int2": 2.125, "int1": 1.125}
 """Of an element, its share of a block's scale of 32 bits included."""
 LOCAL = {"local": "local", "diloco": "DiLoCo"}
-TRIED = "local_variants:"
+TRIED = ("local_variants:second_moments", "local_variants:growing")
 """Rows of benchmarks/local_variants.py, which gained nothing: they stay in the record."""
+PLACE = 12  # bits that say which of 4,096 numbers is sent
+OTHERS = {
+    "local_variants:sparse_loco": (
+        "SparseLoCo, every 32, the largest 2 % in 2 bits",
+        0.02 * (2 + PLACE) / 32 / 32,
+    ),
+    "local_variants:demo": ("DeMo", 32 / 4096 * (32 + PLACE) / 32),
+}
+"""Rows of others in that file: what they are called, and their share of DDP's bytes."""
 KINDS = (
     "usual",
     "larger",
@@ -35,6 +44,8 @@ KINDS = (
     "eight",
     "sixteen",
     "muon",
+    "muon4",
+    "muon8",
     "plain",
 )
 
@@ -56,7 +67,7 @@ def kind(one: dict[str, Any]) -> str:
     """What is special about some runs: one of ``KINDS``."""
     model, workers, steps = (one["track"][key] for key in ("model", "workers", "steps"))
     if "muon" in model:
-        return "muon"
+        return {2: "muon", 4: "muon4", 8: "muon8"}[workers]
     if "scaled_init" not in model:
         return "plain"
     if one["elements"] > 2e6:
@@ -68,6 +79,8 @@ def kind(one: dict[str, Any]) -> str:
 
 def sent(methods: str, model: str = "") -> float:
     """Bytes of a row over those of DDP."""
+    if methods in OTHERS:
+        return OTHERS[methods][1]
     (row,) = parse_rows(methods)
     if "powersgd" in row.kind or row.kind == "acp":
         shapes = [tuple(p.shape) for p in build_model(model).model.parameters()]
@@ -88,6 +101,8 @@ def sent(methods: str, model: str = "") -> float:
 
 def named(methods: str) -> str:
     """A row in words."""
+    if methods in OTHERS:
+        return OTHERS[methods][0]
     (row,) = parse_rows(methods)
     look = f", look {row.options['look']}" if "look" in row.options else ""
     if row.kind in LOCAL:
@@ -181,8 +196,9 @@ def panel(one: dict[str, Any]) -> Panel:
             Series(family, x, y, "line" if len(x) > 1 else "points", said=said)
         )
     losses = [finals(one, label) for label in one["rows"]]
+    inner = ", Muon" if "muon" in one["track"]["model"] else ""
     return Panel(
-        f"MB sent per step; {workers} workers, {one['elements'] / 1e6:.2g} million parameters",
+        f"MB sent per step; {workers} workers, {one['elements'] / 1e6:.2g} million parameters{inner}",
         "final held-out loss",
         tuple(series),
         levels=tuple(levels),
@@ -193,7 +209,9 @@ def panel(one: dict[str, Any]) -> Panel:
 
 def picture() -> Picture:
     """A panel for each number of workers."""
-    shown = [one for one in whole() if kind(one) in ("usual", "workers", "eight")]
+    shown = [
+        one for one in whole() if kind(one) in ("usual", "workers", "eight", "muon8")
+    ]
     return Picture("GPTs, whole runs of 1,504 steps", tuple(map(panel, shown)))
 
 

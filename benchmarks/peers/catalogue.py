@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 
 from thinwire.tools.bench.rows import Row, parse_rows
 
@@ -104,19 +105,8 @@ SIZES = {
     ),
 }
 
-_TOLL_TRAINED = (
-    *BASELINE,
-    *parse_rows(
-        "powersgd:rank=4, local:sync_every=4:codec=int2, local:sync_every=8:codec=int2, "
-        "local:sync_every=8:codec=int8, local:sync_every=8:codec=int8:fragment_sync_delay=3, "
-        "local:sync_every=16:codec=int8, local:sync_every=16:codec=int2, "
-        "local:sync_every=16:codec=int2:fragment_sync_delay=7, local:sync_every=32:codec=int2, "
-        "local:sync_every=32:codec=int2:fragment_sync_delay=7, torch-powersgd:rank=4"
-    ),
-    *(_peer(f"Accelerate LocalSGD, every {h}", "accelerate_rows:local_sgd", every=h) for h in (8, 16, 32)),
-)
-_WHOLE_TRAINED = (
-    *BASELINE,
+AS_IT_COMES = parse_rows("local")  # its steps are those of what it chooses on a link
+_TOLL_ROWS = (
     *parse_rows(
         "alone, accumulate:every=4, torch-powersgd:rank=4, local:sync_every=32:codec=none"
         + "".join(f", local:sync_every={h}:codec=int2" for h in (4, 8, 16, 64))
@@ -126,11 +116,8 @@ _WHOLE_TRAINED = (
         )
     ),
     _peer("Accelerate LocalSGD, every 32", "accelerate_rows:local_sgd", every=32),
+    _peer("torchft LocalSGD, every 32", "torchft_rows:local_sgd", every=32),
 )
-_TOLL_NEAR = parse_rows("cast:dtype=int8, cast:dtype=int4")  # so near to DDP that they train at its rate alone
-_NEAR = tuple(row.label for row in _TOLL_NEAR)
-_TOLL_TIMED = tuple(_peer(f"torchft LocalSGD, every {h}", "torchft_rows:local_sgd", every=h) for h in (8, 16, 32))
-_LATEST = "local sync_every=32 codec=int2 fragment_sync_delay=7"
 
 
 @dataclass(frozen=True)
@@ -138,115 +125,75 @@ class Tolls:
     """A model on so many workers, whose rows' tolls are measured.
 
     Attributes:
-        rates: of 0.001; DDP takes none at the ends.
+        steps: of the whole runs in which ``../race.py`` trains.
         links: on which rows are timed.
         left_out: labels of the rows that are not trained.
         not_timed: more labels, by link.
-        tuned_on: seeds whose median says which rate is a row's best.
-        whole: steps of whole runs, which ``../race.py`` trains; 0: of runs to a loss early on.
+        more: rows besides those of all.
     """
 
     model: str
     workers: int
-    rates: tuple[float, ...]
+    steps: int
     links: tuple[str, ...]
-    left_out: tuple[str, ...]
-    not_timed: dict[str, tuple[str, ...]]
-    tuned_on: tuple[int, ...] = (0,)
-    whole: int = 0
+    left_out: tuple[str, ...] = ()
+    not_timed: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    more: tuple[Row, ...] = ()
 
     @property
     def trained(self) -> tuple[Row, ...]:
-        """Rows that are trained apart.
+        return tuple(row for row in (*BASELINE, *self.more, *_TOLL_ROWS) if row.label not in self.left_out)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Those, and ``local`` as it comes.
 
         hivemind's ranks find each other by time, not after so many steps: where turns end before both have met, one
         waits until it gives up.
         """
-        return tuple(row for row in (_WHOLE_TRAINED if self.whole else _TOLL_TRAINED) if row.label not in self.left_out)
-
-    @property
-    def near(self) -> tuple[Row, ...]:
-        """Rows that are trained at the rate that serves DDP best."""
-        return () if self.whole else tuple(row for row in _TOLL_NEAR if row.label not in self.left_out)
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """Those, and those that are timed alone."""
-        labels = [row.label for row in self.trained]
-        return (
-            *BASELINE,
-            *self.near,
-            *self.trained[1:],
-            *(row for row in _TOLL_TIMED if trained_as(row.label) in labels),
-        )
+        return (*AS_IT_COMES, *self.trained)
 
     def timed(self, link: str) -> tuple[Row, ...]:
         """Rows that are timed on one network."""
         return tuple(row for row in self.rows if row.label not in self.not_timed.get(link, ()))
 
 
-def trained_as(label: str, whole: int = 0) -> str:
+def trained_as(label: str) -> str:
     """The label of the row whose losses are this one's: all average the same weights, as often."""
-    label = label.replace("torchft", "Accelerate")
-    return (
-        label.replace("Accelerate LocalSGD, every ", "local sync_every=") + " codec=none"
-        if whole and "Accel" in label
-        else label
-    )
+    found = re.fullmatch(r"(?:Accelerate|torchft) LocalSGD, every (\d+)", label)
+    return f"local sync_every={found[1]} codec=none" if found else label
 
 
-_TINY = "chargpt:layers=4:width=144:heads=4"
-_SMALL, _LARGE = "chargpt:layers=6:width=208:heads=4", "chargpt:layers=8:width=320:heads=8"
-_SHORT_IN_2_BITS = ("local sync_every=4 codec=int2", "local sync_every=8 codec=int2")
-_LATE = (
-    "local sync_every=8 codec=int8 fragment_sync_delay=3",
-    "local sync_every=16 codec=int2 fragment_sync_delay=7",
-    _LATEST,
+_UNTRAINED = (
+    "accumulate every=4",
+    "torch-powersgd rank=4",
+    *(f"local sync_every={h} codec=int1 look=0.5" for h in (8, 16, 4)),
 )
 TOLLS = {
-    "1.1M/2": Tolls(
-        _TINY, 2, (0.5, 0.7, 1.0), ("10mbit", "100mbit", "1gbit"),  # on one seed, 0.35 was best for no row
-        left_out=("local sync_every=16 codec=int8", *_SHORT_IN_2_BITS, *_LATE[1:]),
-        not_timed={},
-        tuned_on=(0, 4, 5),  # the rate at which DDP does best on the first is nearly too high on others
+    "0.4M/8": Tolls(
+        "chargpt:layers=3:width=96:heads=3", 8, 1504, ("10mbit", "100mbit"), _UNTRAINED, {"10mbit": ("ddp",)},
+        parse_rows("cast:dtype=int4, local:sync_every=4:codec=int4, local:sync_every=2:codec=int2"),
     ),
-    "1.1M/2/1504": Tolls(
-        _TINY, 2, (), ("10mbit", "100mbit", "1gbit", *LONG), (),
-        not_timed={LONG[1]: ("ddp", "accumulate every=4")},  # whose steps take half a minute there
-        whole=1504,
+    "1.1M/2": Tolls(
+        "chargpt:layers=4:width=144:heads=4", 2, 1504, ("10mbit", "100mbit", "1gbit", *LONG),
+        not_timed={
+            LONG[0]: ("local", "cast dtype=int4"),
+            LONG[1]: ("local", "cast dtype=int4", "ddp", "accumulate every=4"),  # a step of DDP takes half a minute
+        },
+        more=parse_rows("cast:dtype=int4"),
+    ),
+    "1.1M/4": Tolls(
+        "chargpt:layers=4:width=144:heads=4", 4, 1504, ("10mbit", "100mbit"), _UNTRAINED, {"10mbit": ("ddp",)},
+        parse_rows(
+            "cast:dtype=int4, local:sync_every=4:codec=int4, local:sync_every=4:codec=int4:look=0.5, "
+            "local:sync_every=4:codec=int2:look=0.5, local:sync_every=2:codec=int2:look=0.5"
+        ),
     ),
     "3.3M/2": Tolls(
-        _SMALL, 2, (0.25, 0.35, 0.5, 0.7, 1.0), ("10mbit", "100mbit", "250mbit", "1gbit"),
-        left_out=_SHORT_IN_2_BITS,  # long periods need hardly more steps here
-        # A step of DDP takes ten seconds on the slowest link; on the others no round takes as long as seven steps.
-        # Gradients in 8 and 4 bits were timed in a second run on a slower day, of which ../results/peers.md tells.
-        not_timed={
-            "10mbit": ("ddp", *_NEAR), "100mbit": (_LATEST, *_NEAR), "250mbit": (_LATEST,), "1gbit": (_LATEST, *_NEAR)
-        },
-    ),
-    "3.3M/4": Tolls(
-        _SMALL, 4, (0.35, 0.5, 0.7), ("100mbit", "1gbit", *LONG),
-        left_out=("local sync_every=16 codec=int8", "Accelerate LocalSGD, every 8", *_LATE),
-        # On 1 Gb/s a round in 8 bits is so short that 2 bits gain nothing; on the long wires a step of DDP takes half a
-        # minute and more. On the slower one weights are not averaged exactly after 16 steps, which on the faster one
-        # takes nearly twice as long as after 32.
-        not_timed={
-            "1gbit": _SHORT_IN_2_BITS,
-            LONG[0]: ("ddp", *_NEAR),
-            LONG[1]: ("ddp", *_NEAR, "Accelerate LocalSGD, every 16", "torchft LocalSGD, every 16"),
-        },
-    ),
-    "10M/2": Tolls(
-        # Torch's hook and Accelerate's every 32 were trained at 0.18 and 0.25 alone, where all others are best.
-        _LARGE, 2, (0.12, 0.18, 0.25, 0.35, 0.5, 0.7), ("100mbit", "1gbit"),
-        left_out=(
-            "local sync_every=16 codec=int8", "local sync_every=32 codec=int2", "Accelerate LocalSGD, every 16",
-            *_NEAR, *_SHORT_IN_2_BITS, *_LATE,
-        ),
-        not_timed={},
+        "chargpt:layers=6:width=208:heads=4", 2, 1504, ("100mbit", "1gbit"), _UNTRAINED[:4],
     ),
 }  # fmt: skip
-"""By size and number of workers, and steps of whole runs."""
+"""By size and number of workers."""
 
 
 INSTALLED = ("torch", "accelerate", "torchft", "hivemind")

@@ -217,7 +217,7 @@ def finishes(trained: Run, clocked: Run) -> dict[str, TimeToLoss]:
     """Of every row that was timed on one network, by label: steps to DDP's loss times seconds of a step."""
     made = {}
     for label, pace in clocked["paces"].items():
-        row = trained["rows"][label]
+        row = (trained["rows"] | clocked["chosen"])[label]
         worth = StepsFactor(row["rate"], tuple(row["factors"]))
         made[label] = time_to_loss(label, StepTimes(**pace), clocked["compute_seconds"], worth, trained["steps"])
     return made
@@ -231,8 +231,8 @@ def tolls(results: Run) -> str:
 
 def _tolls_of(trained: Run, clocked: list[Run]) -> str:
     """The table of one size and number of workers."""
-    size, workers, *whole = trained["name"].split("/")
-    where = f"{workers} workers" + "".join(f", whole runs of {steps} steps" for steps in whole)
+    size, workers = trained["name"].split("/")
+    where = f"{workers} workers, {trained['steps']:,} steps"
     factors = {label: _three(row["factors"]) for label, row in trained["rows"].items()}
     columns = [(f"steps, {size}, {where}", factors)]
     for network in (one for one in clocked if one["name"] == trained["name"]):
@@ -272,12 +272,16 @@ class Best:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The best row of thinwire on one network beside the best of the others; times are over DDP's without a network."""
+    """The best row of thinwire on one network beside the best of the others; times are over DDP's without a network.
+
+    ``ddp`` and ``local``: the median times of DDP and of ``"local"`` as it comes, where they were timed.
+    """
 
     where: str
     ours: Best
     other: Best
     ddp: float | None
+    local: float | None = None
 
     @property
     def words(self) -> str:
@@ -292,40 +296,44 @@ class Verdict:
 
 
 def verdicts() -> list[Verdict]:
-    """Of every network; where a model was trained in whole runs, its shorter runs are left out."""
+    """Of every network."""
     found = json.loads(TOLLS_FILE.read_text())
     trained = {one["name"]: one for one in found["trained"]}
-    whole = {name.rpartition("/")[0] for name in trained if name.count("/") == 2}
-    return [_verdict(trained[one["name"]], one) for one in found["clocked"] if one["name"] not in whole]
+    return [_verdict(trained[one["name"]], one) for one in found["clocked"]]
 
 
 def _verdict(trained: Run, clocked: Run) -> Verdict:
     kinds = {row.label: row.kind for row in TOLLS[trained["name"]].rows}
     alone = trained["steps"] * clocked["compute_seconds"]
     bests: dict[bool, list[Best]] = {True: [], False: []}
+    local = None
     for label, row in finishes(trained, clocked).items():
-        if label != "alone":  # which is no library
-            name = title({"label": label, "kind": kinds[label]})
-            best = Best(name, _three([seconds / alone for seconds in row.times]))
+        if label == "alone":  # which is no library
+            continue
+        name = title({"label": label, "kind": kinds[label]})
+        best = Best(name, _three([seconds / alone for seconds in row.times]))
+        if label in clocked["chosen"]:
+            local = best.times[1]
+        else:
             bests[name.startswith("thinwire")].append(best)
     ours, other = (min(bests[mine], key=lambda best: best.times[1]) for mine in (True, False))
     ddp = next((best.times[1] for best in bests[False] if best.name.startswith("DDP, as")), None)
-    size, workers, *_ = trained["name"].split("/")
+    size, workers = trained["name"].split("/")
     rate, *wire = clocked["link"].split()
     link = rate.replace("gbit", " Gb/s").replace("mbit", " Mb/s")
     link += ", {} one way, {} lost".format(*(w.replace("ms", " ms").replace("%", " %") for w in wire)) if wire else ""
-    return Verdict(f"{size}, {workers} workers, {link}", ours, other, ddp)
+    return Verdict(f"{size}, {workers} workers, {link}", ours, other, ddp, local)
 
 
 def summary() -> str:
     """The table of docs/peers.md."""
-    lines = ["| size and network | best thinwire row | best other library | verdict |", "|---|---|---|---|"]
+    head = ("size and network", '`"local"` as it comes', "best thinwire row", "best other library", "verdict")
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for one in verdicts():
         mine = one.ours.name.removeprefix("thinwire ")
-        lines.append(
-            f"| {one.where} | {one.ours.times[1]:.2f}: `{mine}` | {one.other.times[1]:.2f}: {one.other.name} "
-            f"| {one.words} |"
-        )
+        local = "-" if one.local is None else f"{one.local:.2f}"
+        cells = (one.where, local, f"{one.ours.times[1]:.2f}: `{mine}`", f"{one.other.times[1]:.2f}: {one.other.name}")
+        lines.append(f"| {' | '.join((*cells, one.words))} |")
     return "\n".join(lines)
 
 
@@ -336,13 +344,12 @@ or network does without.
 """
 SECTIONS: dict[str, tuple[str, Callable[[Run], str]]] = {
     "Seconds to DDP's loss, over DDP's steps without a network": (
-        "Medians and ends of three seeds. *Steps*: steps to the loss that DDP has after 192 steps (whole runs: to "
-        "DDP's final loss), over DDP's, each row at the learning rate that serves it best. They were measured on "
-        "workers that nothing slows down; gradients in 8 and 4 bits ran at DDP's best rate. *Time*: steps times "
+        "Medians and ends over seeds. *Steps*: steps to DDP's final loss in whole runs, over DDP's, each row at the "
+        "learning rate that serves it best, on workers that nothing slows down. *Time*: steps times "
         "the seconds of a step on the link, all rows in turns, first steps included, over DDP's steps if nothing "
         "were exchanged; the best is bold. Accelerate's and torchft's LocalSGD average the same weights after the "
-        "same steps, so only one of them was trained. hivemind is missing, because its workers find each other by "
-        "time. The column of 250mbit was timed on another, slower day than its neighbours.",
+        'same steps, so only one of them was trained. thinwire local is `"local"` as it comes; its steps are the '
+        "planner's for what it chose. hivemind is missing, because its workers find each other by time.",
         tolls,
     ),
     "First at a loss, one seed": ("Times sooner than DDP in the same run, in brackets; more is better.", winners),

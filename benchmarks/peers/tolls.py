@@ -1,8 +1,8 @@
 """Tolls: ``python tolls.py [--train 3.3M/2 ...] [--time 3.3M/2/100mbit ...]`` measures what is not recorded yet.
 
 The toll of a row is its seconds to DDP's loss, over those that DDP's steps take where nothing is exchanged. Losses per
-step do not depend on the network, so rows are trained apart, on ranks that nothing slows down, each at the rate that
-serves it best, on three seeds; seconds per step are measured on the links, in turns. Time to the loss is the product.
+step do not depend on the network, so rows are trained apart, by ``../race.py``, on ranks that nothing slows down, each
+at the rate that serves it best; seconds per step are measured on the links, in turns. Time to the loss is the product.
 A link is a rate, or a rate, the delay one way and the share of packets that is lost.
 """
 
@@ -15,61 +15,46 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from catalogue import BASELINE, TOLLS, trained_as
+from catalogue import AS_IT_COMES, TOLLS, trained_as
 
+from thinwire.predict.choose.worth import shipped
 from thinwire.tools import lab
-from thinwire.tools.bench.race_losses import TrainingSetup, step_times
-from thinwire.tools.bench.rows import COMPUTE, Row
+from thinwire.tools.bench.race_losses import step_times
+from thinwire.tools.bench.rows import COMPUTE, Row, priced
 from thinwire.tools.bench.session import BenchSpec, run_session
 
 sys.path.append(str(Path(__file__).parents[1]))
-from race import RECIPE, factors
+from race import RECIPE
 from race import RESULTS as RACE
 
 RESULTS = Path(__file__).parents[1] / "results" / "tolls.json"
-STEPS, SHARE = 320, 0.6  # of each row, and at which share of DDP's its loss is the target
 TURN, TURNS = 16, 3  # steps, of which a row that averages now and then makes whole periods
 
 
-def train(name: str, known: dict[str, Any]) -> dict[str, Any]:
-    """Steps to DDP's loss of every row, over DDP's; ``known``: what is recorded of some of them."""
+def train(name: str) -> dict[str, Any]:
+    """Steps to DDP's loss of every row, over DDP's."""
     asked = TOLLS[name]
-    if asked.whole:
-        model = f"{asked.model}:{RECIPE}"
-        (of_race,) = (
-            one["rows"]
-            for one in json.loads(RACE.read_text())
-            if (one["track"]["model"], one["track"]["workers"], one["track"]["steps"])
-            == (model, asked.workers, asked.whole)
-        )
-        rows = {row.label: of_race[trained_as(row.label, asked.whole)] for row in asked.rows}
-        told = {label: {key: row[key] for key in ("rate", "factors")} for label, row in rows.items()}
-        return {"name": name, "steps": asked.whole, "rows": told}
-    track = TrainingSetup(asked.model, asked.workers, STEPS)
-
-    def learn(rows: tuple[Row, ...], rates: list[float]) -> None:
-        missing = [row for row in rows if row.label not in known]
-        if missing:
-            trained = (*BASELINE, *(row for row in missing if row not in BASELINE))
-            found = factors(track, trained, SHARE, rates, list(asked.tuned_on))
-            for row in missing:
-                known[row.label] = {"rate": found[row.label].rate, "factors": found[row.label].factors}
-
-    learn(asked.trained, list(asked.rates))
-    learn(asked.near, [known["ddp"]["rate"]])
-    rows = {row.label: known[trained_as(row.label)] for row in asked.rows}
-    return {"name": name, "steps": STEPS * SHARE, "rows": rows}
+    track = (f"{asked.model}:{RECIPE}", asked.workers, asked.steps)
+    (known,) = (
+        one["rows"]
+        for one in json.loads(RACE.read_text())
+        if tuple(one["track"][key] for key in ("model", "workers", "steps")) == track
+    )
+    rows = {row.label: known[trained_as(row.label)] for row in asked.trained}
+    told = {label: {key: row[key] for key in ("rate", "factors")} for label, row in rows.items()}
+    return {"name": name, "steps": asked.steps, "rows": told}
 
 
 def is_whole(kind: str, one: dict[str, Any]) -> bool:
     """Whether all rows that are asked for now are in it."""
     asked = TOLLS[one["name"]]
-    rows = one["rows"] if kind == "trained" else one["paces"]
-    return all(row.label in rows for row in (asked.rows if kind == "trained" else asked.timed(one["link"])))
+    if kind == "clocked":
+        return all(row.label in one["paces"] for row in asked.timed(one["link"]))
+    return all(row.label in one["rows"] for row in asked.trained)
 
 
 def clock(name: str, link: str) -> dict[str, Any]:
@@ -84,10 +69,21 @@ def clock(name: str, link: str) -> dict[str, Any]:
     record, launched = run_session(spec, functools.partial(lab.run, lab.Cluster.parse(workers, 1, rate, delay, **long)))
     compute = next(row for row in record.rows if row.kind == COMPUTE)
     paces = {row.label: asdict(step_times(row, TURNS, compute)) for row in record.rows if row is not compute}
+    plans = {row.label: row.plan for row in record.rows}
+    chosen = {row.label: _of_table(replace(row, plan=plans[row.label]), asked.workers, record.parameters)
+              for row in AS_IT_COMES if row.label in paces}  # fmt: skip
     return {
         "name": name, "link": link, "emulated": launched.emulated, "note": launched.note, "load_before": load,
-        "compute_seconds": statistics.median(compute.step_seconds), "paces": paces,
+        "compute_seconds": statistics.median(compute.step_seconds), "paces": paces, "chosen": chosen,
     }  # fmt: skip
+
+
+def _of_table(row: Row, workers: int, elements: int) -> dict[str, Any]:
+    """What a row chose on a link, and the steps factor of the planner's table for it."""
+    method = priced(row)
+    assert method is not None
+    worth = shipped()(method, elements, workers)
+    return {"plan": row.plan, "rate": 1.0, "factors": [worth.low, worth.middle, worth.high]}
 
 
 def read() -> dict[str, Any]:
@@ -113,13 +109,13 @@ def main() -> None:
         if any(is_whole(kind, one) for one in known) and not told.again:  # at most one has this key
             continue
         print("...", kind, *key.values(), file=sys.stderr, flush=True)
-        if kind == "trained":
-            key["known"] = {} if told.again or not known else dict(known[0]["rows"])
         made = measure(**key)
         results = read()
         results[kind] = [one for one in results[kind] if one not in known] + [made]
         order = list(TOLLS)
-        results["clocked"].sort(key=lambda one: (order.index(one["name"]), lab.parse_rate(one["link"].split()[0])))
+        results["clocked"].sort(
+            key=lambda one: (order.index(one["name"]), lab.parse_rate(one["link"].split()[0]), len(one["link"]))
+        )
         results["trained"].sort(key=lambda one: order.index(one["name"]))
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -28,7 +28,8 @@ def test_the_pages_sentences_are_those_of_its_tables():
     for bits, looking in (("4 codec=int4", 3), ("2 codec=int2", 4), ("4 codec=int2", 12)):
         assert percent("workers", f"local sync_every={bits} look=0.5") == looking
     assert percent("workers", "local sync_every=4 codec=int4") == 16
-    assert percent("muon", every4) == -2
+    assert [percent(kind, "local sync_every=1 codec=int4") for kind in ("workers", "eight")] == [7, 9]
+    assert [percent(kind, every4) for kind in ("muon", "muon4")] == [-2, 24]
     eight = found["eight"]["rows"]
     theirs, ours = "diloco sync_every=32", every4
     assert round(eight[theirs]["factors"][0] / eight[ours]["factors"][0], 1) == 2.0
@@ -38,6 +39,14 @@ def test_the_pages_sentences_are_those_of_its_tables():
     assert percent("eight", streaming) == 95
     sent = [run_tables.sent(eight[row]["methods"]) for row in (streaming, ours)]
     assert round(sent[0] / sent[1], 1) == 1.0
+    for row in ("local_variants:sparse_loco", "local_variants:demo"):
+        assert run_tables.finals(found["eight"], row) >= run_tables.finals(found["eight"], "alone")
+    rare, theirs = "local sync_every=32 codec=int2", "diloco sync_every=32 codec=int2"
+    of_muon = [run_tables.finals(found["muon8"], row) for row in (rare, theirs)]
+    assert abs(of_muon[0] - run_tables.finals(found["eight"], ours)) < 0.015
+    assert of_muon[0] < of_muon[1]
+    sent = [run_tables.sent(text) for text in ("local:sync_every=4:codec=int2", "local:sync_every=32:codec=int2")]
+    assert round(sent[0] / sent[1]) == 8
     assert percent("sixteen", every4) == 104
     assert percent("eight", every4) == 33
 

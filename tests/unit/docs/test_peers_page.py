@@ -96,11 +96,13 @@ def test_a_verdict_says_when_ranges_overlap_and_when_nothing_is_between(peers):
     ]
 
 
-def test_every_network_has_a_verdict_or_longer_runs(peers):
-    page = peers["page"]
-    names = [one["name"] for one in json.loads(page.TOLLS_FILE.read_text())["clocked"]]
-    whole = {name.rpartition("/")[0] for name in names if name.count("/") == 2}
-    assert len(page.verdicts()) == sum(name not in whole for name in names)
+def test_the_pages_sentences_are_those_of_its_table(peers):
+    found = {one.where: one for one in peers["page"].verdicts()}
+    over = {w: one.local / min(one.ours.times[1], one.other.times[1]) for w, one in found.items() if one.local}
+    assert round(100 * (over.pop("1.1M, 2 workers, 10 Mb/s") - 1)) == 25
+    assert round(100 * (max(over.values()) - 1)) == 7
+    times = [found[f"{size} workers, 100 Mb/s"].ours.times[1] for size in ("0.4M, 8", "1.1M, 2", "3.3M, 2")]
+    assert [round(time, 1) for time in times] == [1.5, 1.1, 1.1]
 
 
 def test_tolls_are_steps_times_seconds_over_those_of_no_network(peers):
@@ -110,15 +112,14 @@ def test_tolls_are_steps_times_seconds_over_those_of_no_network(peers):
     assert list(trained) == list(catalogue.TOLLS)
     for name, one in trained.items():
         asked = catalogue.TOLLS[name]
-        every = catalogue.Tolls("", 2, (), (), (), {}, whole=asked.whole)
-        rows = len(asked.trained + asked.near)
-        assert rows == len(every.trained + every.near) - len(asked.left_out)  # labels that are left out are rows
+        every = catalogue.Tolls("", 2, 1, (), more=asked.more)
+        assert len(asked.trained) == len(every.trained) - len(asked.left_out)  # labels that are left out are rows
         assert {label for labels in asked.not_timed.values() for label in labels} <= {row.label for row in asked.rows}
-        assert list(one["rows"]) == [row.label for row in asked.rows]
+        assert list(one["rows"]) == [row.label for row in asked.trained]
         assert one["rows"]["ddp"]["factors"] == pytest.approx([1.0] * len(one["rows"]["ddp"]["factors"]))
         for label, row in one["rows"].items():
-            assert row == one["rows"][catalogue.trained_as(label, asked.whole)]
-        for row in asked.rows:  # docs/recorded.py, which reads no code, tells thinwire's rows by their labels
+            assert row == one["rows"][catalogue.trained_as(label)]
+        for row in asked.trained:  # docs/recorded.py, which reads no code, tells thinwire's rows by their labels
             mine = page.title({"label": row.label, "kind": row.kind}).startswith("thinwire")
             assert row.label.startswith(peers["recorded"].OURS) == mine
     shown = page.tolls({})
@@ -127,7 +128,7 @@ def test_tolls_are_steps_times_seconds_over_those_of_no_network(peers):
         one = trained[network["name"]]
         assert list(network["paces"]) == [r.label for r in catalogue.TOLLS[network["name"]].timed(network["link"])]
         for label, pace in network["paces"].items():
-            factors = one["rows"][label]["factors"]
+            factors = (one["rows"] | network["chosen"])[label]["factors"]
             steps = one["steps"] * sorted(float("inf") if f is None else f for f in factors)[len(factors) // 2]
             seconds = pace["start_seconds"] + steps * pace["seconds"]
             toll = seconds / (one["steps"] * network["compute_seconds"])

@@ -190,6 +190,7 @@ ROWS = (
     MeasuredWorth("cast", {"dtype": "int8"}, 16, 0, 2_000_000, 2, (1.1,)),
     MeasuredWorth("cast", {"dtype": "int2"}, 16, 0, 1_000_000, 2, (1.3,), steps=1500),
     MeasuredWorth("cast", {"dtype": "int1"}, 8, 0, 1_000_000, 2, (1.02,), look=0.5, steps=1500),
+    MeasuredWorth("cast", {"dtype": "int4"}, 1, 0, 1_000_000, 2, (1.09,), steps=1500, local=True),
 )
 
 
@@ -224,7 +225,9 @@ ROWS = (
         (Periodic(Cast("int2"), 4, 0, look=0.3), 1e6, 2, None),
         (Periodic(Cast("int8"), 6, "full"), 1e6, 2, None),
         (Periodic(Cast("int8"), 6, 2), 1e6, 2, 1.2),
-        (Periodic(Cast("int8"), 1, 0), 1e6, 2, 1.0),
+        (Periodic(Cast("int2"), 1, 0), 1e6, 2, 1.3),
+        (Periodic(Cast("int8"), 1, 0), 1e6, 2, 1.09),
+        (Cast("int4"), 1e6, 2, None),  # weights are averaged at each step there, not gradients
         (Periodic(Cast("int8"), 8, 1), 1e6, 2, 1.2),
         (Periodic(Cast("int8"), 8, 3), 1e6, 2, None),
         (Periodic(Cast("int8"), 16, 2), 1e6, 2, None),

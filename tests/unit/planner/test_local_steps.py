@@ -57,7 +57,7 @@ def priced(every, delay):
 def test_the_period_has_the_least_time_to_a_loss(round_, delay):
     every, chosen = best_period(1.0, round_, priced, delay=delay)
     delays = {"auto": lambda e: range(e), "full": lambda e: {e - 1}, 0: lambda e: {0}, 2: lambda e: {min(2, e - 1)}}
-    every_one = [(e, d) for e in (2, 4, 8, 16, 32, 64) for d in delays[delay](e)]
+    every_one = [(e, d) for e in (1, 2, 4, 8, 16, 32, 64) for d in delays[delay](e)]
     assert (every, chosen) in every_one
     least = min((1.0 + max(0, round_ - d) / e) * priced(e, d) for e, d in every_one)
     assert (1.0 + max(0, round_ - chosen) / every) * priced(every, chosen) == pytest.approx(least)
@@ -66,7 +66,7 @@ def test_the_period_has_the_least_time_to_a_loss(round_, delay):
 def test_what_nobody_measured_is_not_chosen():
     known = {(4, 0): 1.1}
     assert best_period(1.0, 9.0, lambda e, d: known.get((e, d), math.inf)) == (4, 0)
-    assert best_period(1.0, 9.0, lambda e, d: math.inf) == (2, 0)
+    assert best_period(1.0, 9.0, lambda e, d: math.inf) == (1, 0)
     assert best_period(1.0, 9.0, priced, periods=up_to(4))[0] <= 4
 
 

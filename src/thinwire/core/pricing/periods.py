@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 LONGEST = 64
 """Steps of the longest period whose worth was measured, in a training from scratch."""
 
-EVERY = (2, 4, 8, 16, 32, LONGEST)
+EVERY = (1, 2, 4, 8, 16, 32, LONGEST)
 """Periods to choose from."""
 
 THINNER = 0.95
@@ -18,8 +18,9 @@ CODES = ("int4", "int2")
 """From which local steps choose; the one that sends more first."""
 
 
-def up_to(most: int) -> tuple[int, ...]:
-    return tuple(every for every in EVERY if every <= max(EVERY[0], most))
+def up_to(most: int, own_pace: bool = False) -> tuple[int, ...]:
+    """Return the periods to choose from; at their own pace workers need two steps at least."""
+    return tuple(every for every in EVERY[own_pace:] if every <= most)
 
 
 def steps_late(delay: int | str, every: int) -> int:

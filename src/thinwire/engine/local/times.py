@@ -85,7 +85,7 @@ class RoundTimes:
             )
             for code in sending_most
         ]
-        periods = (every,) if isinstance(every, int) else up_to(settings.sync_every_max)
+        periods = (every,) if isinstance(every, int) else up_to(settings.sync_every_max, settings.own_pace)
         index, option = best_round(step, rounds, delay=settings.fragment_sync_delay, periods=periods)
         taken = sending_most[index]
         self.said = f"measured: a step takes {ms(step)}, an exchange {ms(exchanges[taken].seconds)}"

@@ -61,7 +61,7 @@ class MeasuredWorth:
 
     ``options``: numbers are minimum values for which the row holds (more is sent), as are bits in whole runs; other
     words must be equal. ``delay``: most steps that run while an exchange is in flight. ``look``: beta.
-    ``steps``: of whole runs; 0: to a loss early in a run.
+    ``steps``: of whole runs; 0: to a loss early in a run. ``local``: needed where ``every`` is 1, for local steps.
     """
 
     method: str
@@ -73,6 +73,7 @@ class MeasuredWorth:
     factors: tuple[float | None, ...]
     look: float = 0.0
     steps: int = 0
+    local: bool = False
 
     def __post_init__(self) -> None:
         numbers = (self.every, self.elements, self.workers, *(factor for factor in self.factors if factor is not None))
@@ -82,12 +83,13 @@ class MeasuredWorth:
     def speaks_for(self, method: Method) -> bool:
         """Return whether the row holds for a method: it sends at least as much, at least as often, and no later."""
         every, delay, look = 1, 0, 0.0
+        apart = isinstance(method, Periodic) and not is_plain(method)
         if isinstance(method, Periodic):
             if method.every is None or method.delay == "auto" or method.outer:
                 return False
             every, delay, look = method.every, method.travelling, method.look
             method = method.code
-        if method.name != self.method or every > self.every or (every == 1) != (self.every == 1):
+        if method.name != self.method or every > self.every or apart != self.apart:
             return False
         if delay > self.delay or (delay == 0) != (self.delay == 0) or look != self.look:
             return False
@@ -97,7 +99,7 @@ class MeasuredWorth:
     @property
     def apart(self) -> bool:
         """Whether workers train apart between exchanges."""
-        return self.every > 1 and self.method != Accumulated.name
+        return self.local or (self.every > 1 and self.method != Accumulated.name)
 
     @property
     def sends(self) -> list[float]:
@@ -212,7 +214,7 @@ def period_worth(
         return lambda every, delay: worth(kind(way[0], every, delay, look=way[1]), elements, workers).middle
 
     def measured(way: tuple[Method, float]) -> bool:
-        return any(math.isfinite(steps_with(way)(EVERY[0], delay)) for delay in (0, 1))  # delays that any row covers
+        return any(math.isfinite(steps_with(way)(EVERY[1], delay)) for delay in (0, 1))  # delays that any row covers
 
     return steps_with(next(filter(measured, ways), ways[-1]))
 

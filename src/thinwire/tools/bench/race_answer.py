@@ -168,7 +168,8 @@ def planner_row(row: Row) -> dict[str, Any] | None:
             return None
         codec = str(row.pinned.get("codec", "int8"))
         code = {"method": "ssgd", "options": {}} if codec == "none" else {"method": "cast", "options": {"dtype": codec}}
-        return code | {"every": every, "delay": settings.delay_in(every), "look": settings.ahead}
+        once = {"local": True} if every == 1 else {}
+        return code | {"every": every, "delay": settings.delay_in(every), "look": settings.ahead} | once
     if row.kind in ("alone", "accumulate"):
         return {
             "method": row.kind,

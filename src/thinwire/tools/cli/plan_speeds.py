@@ -78,7 +78,7 @@ class RankedSpeeds:
         travels += 2 * (question.latency_seconds + question.delay_seconds)
         worth, kind = question.worth_of or shipped(), partial(OwnPace, speeds=own.speeds)
         steps = period_worth(worth, own.codec, elements, ranking.workers, own.look, kind)
-        every, _ = best_period(alone.step_seconds, travels, steps, delay=0, periods=up_to(own.most))
+        every, _ = best_period(alone.step_seconds, travels, steps, delay=0, periods=up_to(own.most, own_pace=True))
         served = replace(own, every=every, delay=0)
         seconds = mean_step(alone.step_seconds * served.stretch, travels, every, 0)
         needs, longer = worth(served, elements, ranking.workers), seconds / like.step_seconds
@@ -147,7 +147,7 @@ def _own_pace(question: Question, candidates: tuple[tuple[str, Method], ...]) ->
         if not isinstance(method, Periodic) or is_plain(method) or method.outer:
             continue
         options = {one.name: getattr(method, one.name) for one in fields(method)} | {"speeds": question.speeds}
-        periods = up_to(method.most) if method.every is None else (method.every,)
+        periods = up_to(method.most, own_pace=True) if method.every is None else (method.every,)
         try:
             tried = [question.resolved(OwnPace(**options | {"every": every})) for every in periods]
             own: Any = min(tried, key=loss_seconds)

@@ -41,6 +41,7 @@ class Colours:
         sides = [list(dict.fromkeys(map(_variant, labels))) for labels in groups]
         present = {_method(variant) for side in sides for variant in side}
         free = [colour for name, colour in _FIXED.items() if name not in present | _KEPT]
+        free += [shade(colour, _SHADES[1]) for colour in free]
         base = dict(_FIXED)
         self._of: dict[str, str] = {}
         for side in sides:
