@@ -117,6 +117,11 @@ def _largest(patches: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return flat.gather(1, places), places
 
 
+def _alone(values: Tensor, places: Tensor) -> Tensor:
+    """Return patches with these values in their places, and zeros elsewhere."""
+    return values.new_zeros(len(values), SIDE * SIDE).scatter_(1, places, values).view(-1, SIDE, SIDE)
+
+
 def _two_bits(patches: Tensor, k: int) -> Tensor:
     """Return the k largest of each patch, each as its sign times one of two magnitudes."""
     values, places = _largest(patches, k)
@@ -127,7 +132,7 @@ def _two_bits(patches: Tensor, k: int) -> Tensor:
         return (size * of).sum(1, keepdim=True) / of.sum(1, keepdim=True).clamp_min(1)
 
     coded = values.sign() * torch.where(large, mean(large), mean(~large))
-    return torch.zeros_like(patches.flatten(1)).scatter_(1, places, coded).view_as(patches)
+    return _alone(coded, places)
 
 
 def _in_cosines(patches: Tensor, k: int) -> Tensor:
@@ -136,9 +141,7 @@ def _in_cosines(patches: Tensor, k: int) -> Tensor:
     basis = math.sqrt(2 / SIDE) * torch.cos(math.pi / SIDE * (at[None] + 0.5) * at[:, None])
     basis[0] /= math.sqrt(2)
     cosines = basis.to(patches)
-    values, places = _largest(cosines @ patches @ cosines.T, k)
-    kept = torch.zeros_like(patches.flatten(1)).scatter_(1, places, values).view_as(patches)
-    return cosines.T @ kept @ cosines
+    return cosines.T @ _alone(*_largest(cosines @ patches @ cosines.T, k)) @ cosines
 
 
 def _local(workload: Workload, group: Any, *, sync_every: Any, **options: Any) -> Trainer:

@@ -69,9 +69,11 @@ def clock(name: str, link: str) -> dict[str, Any]:
     record, launched = run_session(spec, functools.partial(lab.run, lab.Cluster.parse(workers, 1, rate, delay, **long)))
     compute = next(row for row in record.rows if row.kind == COMPUTE)
     paces = {row.label: asdict(step_times(row, TURNS, compute)) for row in record.rows if row is not compute}
-    plans = {row.label: row.plan for row in record.rows}
-    chosen = {row.label: _of_table(replace(row, plan=plans[row.label]), asked.workers, record.parameters)
-              for row in AS_IT_COMES if row.label in paces}  # fmt: skip
+    chosen = {
+        row.label: _of_table(replace(AS_IT_COMES[0], plan=row.plan), asked.workers, record.parameters)
+        for row in record.rows
+        if row.label == AS_IT_COMES[0].label
+    }
     return {
         "name": name, "link": link, "emulated": launched.emulated, "note": launched.note, "load_before": load,
         "compute_seconds": statistics.median(compute.step_seconds), "paces": paces, "chosen": chosen,

@@ -11,13 +11,13 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "benchmarks" / "peers"
-NAMES = ("store", "catalogue", "page", "recorded")
+NAMES = ("store", "catalogue", "page", "recorded", "race", "tolls")
 
 
 @pytest.fixture(scope="module")
 def peers():
     """The modules of the project beside and of the pages, which are none of the package."""
-    folders = [str(FOLDER), str(ROOT / "docs")]
+    folders = [str(FOLDER), str(ROOT / "docs"), str(ROOT / "benchmarks")]
     sys.path[:0] = folders
     try:
         yield {name: importlib.import_module(name) for name in NAMES}
@@ -98,6 +98,7 @@ def test_a_verdict_says_when_ranges_overlap_and_when_nothing_is_between(peers):
 
 def test_the_pages_sentences_are_those_of_its_table(peers):
     found = {one.where: one for one in peers["page"].verdicts()}
+    assert len(found) == len(peers["tolls"].read()["clocked"])
     over = {w: one.local / min(one.ours.times[1], one.other.times[1]) for w, one in found.items() if one.local}
     assert round(100 * (over.pop("1.1M, 2 workers, 10 Mb/s") - 1)) == 25
     assert round(100 * (max(over.values()) - 1)) == 7
@@ -124,6 +125,7 @@ def test_tolls_are_steps_times_seconds_over_those_of_no_network(peers):
             assert row.label.startswith(peers["recorded"].OURS) == mine
     shown = page.tolls({})
     assert found["clocked"]
+    assert all(peers["tolls"].is_whole(kind, one) for kind in found for one in found[kind])  # nothing to measure
     for network in found["clocked"]:
         one = trained[network["name"]]
         assert list(network["paces"]) == [r.label for r in catalogue.TOLLS[network["name"]].timed(network["link"])]

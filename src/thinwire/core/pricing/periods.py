@@ -20,7 +20,7 @@ CODES = ("int4", "int2")
 
 def up_to(most: int, own_pace: bool = False) -> tuple[int, ...]:
     """Return the periods to choose from; at their own pace workers need two steps at least."""
-    return tuple(every for every in EVERY[own_pace:] if every <= most)
+    return tuple(every for every in EVERY if 1 + own_pace <= every <= most)
 
 
 def steps_late(delay: int | str, every: int) -> int:

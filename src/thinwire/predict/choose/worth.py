@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from thinwire.core.methods.cast import Cast
 from thinwire.core.pricing.costs import Costs
-from thinwire.core.pricing.periods import CODES, EVERY, best_round, up_to
+from thinwire.core.pricing.periods import CODES, best_round, up_to
 from thinwire.core.pricing.profiles import ModelProfile
 from thinwire.core.program import Method, Topology
 from thinwire.core.records import UNREADABLE
@@ -214,7 +214,7 @@ def period_worth(
         return lambda every, delay: worth(kind(way[0], every, delay, look=way[1]), elements, workers).middle
 
     def measured(way: tuple[Method, float]) -> bool:
-        return any(math.isfinite(steps_with(way)(EVERY[1], delay)) for delay in (0, 1))  # delays that any row covers
+        return any(math.isfinite(steps_with(way)(2, delay)) for delay in (0, 1))  # delays that any row covers
 
     return steps_with(next(filter(measured, ways), ways[-1]))
 
