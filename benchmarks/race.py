@@ -81,19 +81,19 @@ def whole(
     return {label: asdict(finals[label]) | {"factors": worth[label].factors, "power": power} for label in trained}
 
 
+def planned(one: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of some runs as the planner's table has them."""
+    track = one["track"]
+    about = {"elements": one["elements"], "workers": track["workers"]}
+    about["steps"] = track["steps"] if track["schedule"] else 0
+    rows = parse_rows(",".join(found["methods"] for found in one["rows"].values()))
+    told = [(planner_row(row), one["rows"][row.label]["factors"]) for row in rows]
+    return [said | about | {"factors": factors} for said, factors in told if said is not None]
+
+
 def ship(known: list[dict[str, Any]]) -> None:
     """Write the table that ``thinwire plan`` and ``"auto"`` go by."""
-    rows = []
-    for one in known:
-        track = one["track"]
-        if not one["ships"]:
-            continue
-        steps = track["steps"] if track["schedule"] else 0
-        about = {"elements": one["elements"], "workers": track["workers"], "steps": steps}
-        for row in parse_rows(",".join(found["methods"] for found in one["rows"].values())):
-            if (said := planner_row(row)) is not None:
-                rows.append(said | about | {"factors": one["rows"][row.label]["factors"]})
-    lines = ",\n".join(json.dumps(row) for row in rows)
+    lines = ",\n".join(json.dumps(row) for one in known if one["ships"] for row in planned(one))
     TABLE.write_text(f'{{"rows": [\n{lines}\n]}}\n')
 
 

@@ -39,6 +39,7 @@ OTHERS = {
 KINDS = (
     "usual",
     "larger",
+    "largest",
     "short",
     "workers",
     "eight",
@@ -71,7 +72,7 @@ def kind(one: dict[str, Any]) -> str:
     if "scaled_init" not in model:
         return "plain"
     if one["elements"] > 2e6:
-        return "larger"
+        return "largest" if one["elements"] > 5e6 else "larger"
     if workers > 4:
         return "sixteen" if workers > 8 else "eight"
     return "workers" if workers > 2 else "short" if steps < 1000 else "usual"
@@ -196,22 +197,22 @@ def panel(one: dict[str, Any]) -> Panel:
             Series(family, x, y, "line" if len(x) > 1 else "points", said=said)
         )
     losses = [finals(one, label) for label in one["rows"]]
+    room = (max(losses) - min(losses)) / 7
     inner = ", Muon" if "muon" in one["track"]["model"] else ""
     return Panel(
         f"MB sent per step; {workers} workers, {one['elements'] / 1e6:.2g} million parameters{inner}",
         "final held-out loss",
         tuple(series),
         levels=tuple(levels),
-        y_range=(min(losses) - 0.02, max(losses) + 0.03),  # room for a level's words
+        y_range=(min(losses) - room / 2, max(losses) + room),  # for a level's words
         log_x=True,
     )
 
 
 def picture() -> Picture:
     """A panel for each number of workers."""
-    shown = [
-        one for one in whole() if kind(one) in ("usual", "workers", "eight", "muon8")
-    ]
+    kinds = ("usual", "workers", "eight", "sixteen", "muon8")
+    shown = [one for one in whole() if kind(one) in kinds]
     return Picture("GPTs, whole runs of 1,504 steps", tuple(map(panel, shown)))
 
 

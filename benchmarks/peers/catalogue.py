@@ -169,6 +169,7 @@ _UNTRAINED = (
     "torch-powersgd rank=4",
     *(f"local sync_every={h} codec=int1 look=0.5" for h in (8, 16, 4)),
 )
+_LATEST = ("16 codec=int2 fragment_sync_delay=7", "64 codec=int2 fragment_sync_delay=15")
 TOLLS = {
     "0.4M/8": Tolls(
         "chargpt:layers=3:width=96:heads=3", 8, 1504, ("10mbit", "100mbit"), _UNTRAINED, {"10mbit": ("ddp",)},
@@ -190,7 +191,12 @@ TOLLS = {
         ),
     ),
     "3.3M/2": Tolls(
-        "chargpt:layers=6:width=208:heads=4", 2, 1504, ("100mbit", "1gbit"), _UNTRAINED[:4],
+        "chargpt:layers=6:width=208:heads=4", 2, 1504, ("10mbit", "100mbit", "1gbit"), _UNTRAINED[:4],
+        {"10mbit": ("ddp",)},
+    ),
+    "10M/2": Tolls(
+        "chargpt:layers=8:width=320:heads=8", 2, 600, ("100mbit", "1gbit"),
+        (*_UNTRAINED[:4], *(f"local sync_every={late}" for late in _LATEST)),
     ),
 }  # fmt: skip
 """By size and number of workers."""

@@ -21,29 +21,35 @@ from typing import Any
 
 from catalogue import AS_IT_COMES, TOLLS, trained_as
 
-from thinwire.predict.choose.worth import shipped
+from thinwire.predict.choose.worth import MeasuredWorth, worth_from
 from thinwire.tools import lab
 from thinwire.tools.bench.race_losses import step_times
-from thinwire.tools.bench.rows import COMPUTE, Row, priced
+from thinwire.tools.bench.rows import COMPUTE, priced
 from thinwire.tools.bench.session import BenchSpec, run_session
 
 sys.path.append(str(Path(__file__).parents[1]))
-from race import RECIPE
+from race import RECIPE, planned
 from race import RESULTS as RACE
 
 RESULTS = Path(__file__).parents[1] / "results" / "tolls.json"
 TURN, TURNS = 16, 3  # steps, of which a row that averages now and then makes whole periods
 
 
-def train(name: str) -> dict[str, Any]:
-    """Steps to DDP's loss of every row, over DDP's."""
+def raced(name: str) -> dict[str, Any]:
+    """Its whole runs, as ``../race.py`` recorded them."""
     asked = TOLLS[name]
     track = (f"{asked.model}:{RECIPE}", asked.workers, asked.steps)
-    (known,) = (
-        one["rows"]
+    (found,) = (
+        one
         for one in json.loads(RACE.read_text())
         if tuple(one["track"][key] for key in ("model", "workers", "steps")) == track
     )
+    return dict(found)
+
+
+def train(name: str) -> dict[str, Any]:
+    """Steps to DDP's loss of every row, over DDP's."""
+    asked, known = TOLLS[name], raced(name)["rows"]
     rows = {row.label: known[trained_as(row.label)] for row in asked.trained}
     told = {label: {key: row[key] for key in ("rate", "factors")} for label, row in rows.items()}
     return {"name": name, "steps": asked.steps, "rows": told}
@@ -69,23 +75,20 @@ def clock(name: str, link: str) -> dict[str, Any]:
     record, launched = run_session(spec, functools.partial(lab.run, lab.Cluster.parse(workers, 1, rate, delay, **long)))
     compute = next(row for row in record.rows if row.kind == COMPUTE)
     paces = {row.label: asdict(step_times(row, TURNS, compute)) for row in record.rows if row is not compute}
-    chosen = {
-        row.label: _of_table(replace(AS_IT_COMES[0], plan=row.plan), asked.workers, record.parameters)
-        for row in record.rows
-        if row.label == AS_IT_COMES[0].label
-    }
+    chosen = {row.label: chosen_steps(row.plan, name) for row in record.rows if row.label == AS_IT_COMES[0].label}
     return {
         "name": name, "link": link, "emulated": launched.emulated, "note": launched.note, "load_before": load,
         "compute_seconds": statistics.median(compute.step_seconds), "paces": paces, "chosen": chosen,
     }  # fmt: skip
 
 
-def _of_table(row: Row, workers: int, elements: int) -> dict[str, Any]:
-    """What a row chose on a link, and the steps factor of the planner's table for it."""
-    method = priced(row)
+def chosen_steps(plan: str, name: str) -> dict[str, Any]:
+    """What ``"local"`` chose on a link, and the steps factor that the planner has for it by this model's rows."""
+    found, method = raced(name), priced(replace(AS_IT_COMES[0], plan=plan))
     assert method is not None
-    worth = shipped()(method, elements, workers)
-    return {"plan": row.plan, "rate": 1.0, "factors": [worth.low, worth.middle, worth.high]}
+    rows = tuple(MeasuredWorth(**{**row, "factors": tuple(row["factors"])}) for row in planned(found))
+    worth = worth_from(rows)(method, found["elements"], found["track"]["workers"])
+    return {"plan": plan, "rate": 1.0, "factors": [worth.low, worth.middle, worth.high]}
 
 
 def read() -> dict[str, Any]:

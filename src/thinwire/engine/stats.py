@@ -7,7 +7,7 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
-from thinwire.core.tcp_info import Wire
+from thinwire.core.tcp_info import LONG_SECONDS, Wire
 from thinwire.core.words import counted, duration, volume
 
 
@@ -77,7 +77,7 @@ class Stats:
             ("sent:", f"{volume(self.bytes_sent)} by rank {self.rank}"),
             *([("exact:", volume(self.dense_bytes) + more)] if self.dense_bytes else ()),
             ("waited:", f"{duration(self.exposed_seconds)} for communication{each}"),
-            ("wire:", str(self.wire) if self.wire else "no round trip of milliseconds"),
+            ("wire:", str(self.wire) if self.wire else f"round trip under {1e3 * LONG_SECONDS:g} ms"),
         ]
         return "\n".join(
             textwrap.fill(text, 100, initial_indent=f"{name:<8}", subsequent_indent=" " * 10) for name, text in facts

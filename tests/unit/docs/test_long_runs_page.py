@@ -18,6 +18,7 @@ def test_the_pages_sentences_are_those_of_its_tables():
     every16, late = "local sync_every=16 codec=int2", "local sync_every=8 codec=int2 fragment_sync_delay=3"
     every8 = "local sync_every=8 codec=int2"
     assert [percent("larger", row) for row in (every4, every8, every16, late)] == [5, 5, 19, 21]
+    assert [percent("largest", row) for row in (every4, every8, every16)] == [6, 19, 28]
     assert [round(100 * (factor - 1)) for factor in found["larger"]["rows"][bit]["factors"]] == [-2, 6]
     assert [percent("short", row) for row in ("local sync_every=16 codec=int2",)] == [13]
     assert [percent("usual", row) for row in (every16, late)] == [29, 31]
@@ -28,7 +29,8 @@ def test_the_pages_sentences_are_those_of_its_tables():
     for bits, looking in (("4 codec=int4", 3), ("2 codec=int2", 4), ("4 codec=int2", 12)):
         assert percent("workers", f"local sync_every={bits} look=0.5") == looking
     assert percent("workers", "local sync_every=4 codec=int4") == 16
-    assert [percent(kind, "local sync_every=1 codec=int4") for kind in ("workers", "eight")] == [7, 9]
+    each = [percent(kind, "local sync_every=1 codec=int4") for kind in ("workers", "eight", "sixteen")]
+    assert each == [7, 9, 33]
     assert [percent(kind, every4) for kind in ("muon", "muon4")] == [-2, 24]
     eight = found["eight"]["rows"]
     theirs, ours = "diloco sync_every=32", every4

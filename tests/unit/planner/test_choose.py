@@ -249,8 +249,9 @@ def test_the_table_that_is_shipped(tmp_path):
     worth = shipped()
     assert worth(PowerSGD(rank=4), 3_000_000, 2).known
     assert "measured with " in worth(PowerSGD(rank=4), 3_000_000, 2).source
-    apart = [worth(Periodic(Cast("int2"), 4, 0), 400_000, workers).source for workers in (8, 16)]
-    assert [text.endswith("; 16 workers need more") for text in apart] == [False, True]
+    apart = [worth(Periodic(Cast("int2"), 4, 0), 400_000, workers) for workers in (8, 16, 32)]
+    assert [one.source.endswith("; 32 workers need more") for one in apart] == [False, False, True]
+    assert apart[0].middle < 1.5 < apart[1].middle == worth(Periodic(Cast("int2"), 4, 0), 100_000_000, 16).middle
     row = {"method": "powersgd", "options": {}, "every": 1, "delay": 0, "elements": 5, "workers": 2, "factors": [1.2]}
     (tmp_path / "good.json").write_text(json.dumps({"rows": [row]}))
     assert read_worth(tmp_path / "good.json")(PowerSGD(rank=4), 5, 2).middle == 1.2

@@ -226,8 +226,12 @@ def _panel(panel: Panel, colours: Colours, axes: Any) -> None:
         axes.annotate(mark.text, (mark.x, 0.98), xycoords=("data", "axes fraction"), xytext=(-3, 0), color=_GREY,
                       textcoords="offset points", rotation=90, ha="right", va="top", fontsize=8)  # fmt: skip
     if panel.log_x:
+        from matplotlib.ticker import LogLocator
+
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        axes.xaxis.set_minor_formatter("")
     if panel.x_names:
         axes.set_xticks(range(len(panel.x_names)), panel.x_names, rotation=20)
     if panel.y_range is not None:
