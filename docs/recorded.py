@@ -530,7 +530,7 @@ OURS = ("local ", "powersgd ", "cast ")
 
 
 def tolls(data: Any) -> Iterator[Row]:
-    """Of thinwire's best row: over DDP's steps without a network, the best of the others, and one worker alone.
+    """Seconds to DDP's loss of thinwire's best row: over DDP's without a network, the others' best, and ``alone``.
 
     And of ``"local"`` as it comes: over DDP's steps without a network, and the best row of all.
     """
@@ -555,22 +555,22 @@ def tolls(data: Any) -> Iterator[Row]:
         best = min(mine, key=seconds.__getitem__)
         peer = min(set(seconds) - {*mine, "alone"}, key=seconds.__getitem__)
         size, workers = network["name"].split("/")
-        where = f"{size.removesuffix('M')} M parameters, {workers} workers, {link}"
+        where = f"{size}, {workers} workers, {link}"
         toll, over = bounds.get(link, (None, None))
         alone = one["steps"] * network["compute_seconds"]
         yield claim(
-            f"{where}: {best} over DDP without a network, seconds to its loss",
+            f"{where}: {best} / DDP without a network",
             seconds[best] / alone,
             at_most=toll,
         )
         yield claim(
-            f"{where}: {best} / {peer}, seconds to DDP's loss",
+            f"{where}: {best} / {peer}",
             seconds[best] / seconds[peer],
             at_most=over,
         )
         if "alone" in seconds:
             yield claim(
-                f"{where}: {best} / one worker alone, seconds to DDP's loss",
+                f"{where}: {best} / one worker alone",
                 seconds[best] / seconds["alone"],
                 at_most=1.0,
             )

@@ -1,6 +1,6 @@
 """What was measured, as pages: ``python page.py``, from ``benchmarks/results/peers.json`` and ``tolls.json``.
 
-All tables go to ``benchmarks/results/peers.md``, and the pictures to ``docs``. ``python docs/made.py`` writes the
+All tables go to ``benchmarks/results/peers.md``, and the picture to ``docs``. ``python docs/made.py`` writes the
 summary into ``docs/peers.md``.
 """
 
@@ -292,7 +292,7 @@ class Verdict:
         if less < 1:
             return "equal"
         overlap = first.times[2] >= second.times[0]
-        return f"{who} takes {less:.0f} % less time" + (", within the spread of seeds" if overlap else "")
+        return f"{who}: {less:.0f} %" + (", within the spread of seeds" if overlap else "")
 
 
 def verdicts() -> list[Verdict]:
@@ -327,7 +327,7 @@ def _verdict(trained: Run, clocked: Run) -> Verdict:
 
 def summary() -> str:
     """The table of docs/peers.md."""
-    head = ("size and network", '`"local"` as it comes', "best thinwire row", "best other library", "verdict")
+    head = ("size and network", '`"local"` as it comes', "best thinwire row", "best other library", "less time for")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for one in verdicts():
         mine = one.ours.name.removeprefix("thinwire ")
@@ -373,14 +373,13 @@ def tables(results: Run) -> str:
 
 
 def main() -> None:
-    from pictures import draw_curves, draw_times
+    from pictures import draw_times
 
     results = store.read()
     TABLES.write_text(tables(results))
     PICTURES.mkdir(exist_ok=True)
     draw_times(verdicts(), PICTURES / "peers_times.png")
-    draw_curves(results, PICTURES / "peers_loss.png")
-    print(f"wrote {TABLES}, peers_times.png and peers_loss.png")
+    print(f"wrote {TABLES} and peers_times.png")
 
 
 if __name__ == "__main__":
