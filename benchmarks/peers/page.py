@@ -348,8 +348,9 @@ SECTIONS: dict[str, tuple[str, Callable[[Run], str]]] = {
         "learning rate that serves it best, on workers that nothing slows down. *Time*: steps times "
         "the seconds of a step on the link, all rows in turns, first steps included, over DDP's steps if nothing "
         "were exchanged; the best is bold. Accelerate's and torchft's LocalSGD average the same weights after the "
-        'same steps, so only one of them was trained. thinwire local is `"local"` as it comes; its steps are the '
-        "planner's for what it chose. hivemind is missing, because its workers find each other by time.",
+        'same steps, so only one of them was trained. thinwire local is `"local"` as it comes; its steps are '
+        "those that the planner has, by this model's rows, for what it chose. hivemind is missing, "
+        "because its workers find each other by time.",
         tolls,
     ),
     "First at a loss, one seed": ("Times sooner than DDP in the same run, in brackets; more is better.", winners),

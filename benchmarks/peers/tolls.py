@@ -21,7 +21,7 @@ from typing import Any
 
 from catalogue import AS_IT_COMES, TOLLS, trained_as
 
-from thinwire.predict.choose.worth import MeasuredWorth, worth_from
+from thinwire.predict.choose.worth import rows_of, worth_from
 from thinwire.tools import lab
 from thinwire.tools.bench.race_losses import step_times
 from thinwire.tools.bench.rows import COMPUTE, priced
@@ -35,7 +35,7 @@ RESULTS = Path(__file__).parents[1] / "results" / "tolls.json"
 TURN, TURNS = 16, 3  # steps, of which a row that averages now and then makes whole periods
 
 
-def raced(name: str) -> dict[str, Any]:
+def raced(name: str) -> Any:
     """Its whole runs, as ``../race.py`` recorded them."""
     asked = TOLLS[name]
     track = (f"{asked.model}:{RECIPE}", asked.workers, asked.steps)
@@ -44,7 +44,7 @@ def raced(name: str) -> dict[str, Any]:
         for one in json.loads(RACE.read_text())
         if tuple(one["track"][key] for key in ("model", "workers", "steps")) == track
     )
-    return dict(found)
+    return found
 
 
 def train(name: str) -> dict[str, Any]:
@@ -86,8 +86,8 @@ def chosen_steps(plan: str, name: str) -> dict[str, Any]:
     """What ``"local"`` chose on a link, and the steps factor that the planner has for it by this model's rows."""
     found, method = raced(name), priced(replace(AS_IT_COMES[0], plan=plan))
     assert method is not None
-    rows = tuple(MeasuredWorth(**{**row, "factors": tuple(row["factors"])}) for row in planned(found))
-    worth = worth_from(rows)(method, found["elements"], found["track"]["workers"])
+    worth_of = worth_from(rows_of({"rows": planned(found)}))
+    worth = worth_of(method, found["elements"], found["track"]["workers"])
     return {"plan": plan, "rate": 1.0, "factors": [worth.low, worth.middle, worth.high]}
 
 

@@ -226,7 +226,7 @@ def read_worth(path: Path) -> WorthOf:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         by = f"your race of {data['race']['model']}" if "race" in data else "your race"
-        rows = _rows(data)
+        rows = rows_of(data)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except UNREADABLE as error:
@@ -236,13 +236,14 @@ def read_worth(path: Path) -> WorthOf:
     return worth_from(rows, by)
 
 
-def _rows(data: Any) -> tuple[MeasuredWorth, ...]:
+def rows_of(data: Any) -> tuple[MeasuredWorth, ...]:
+    """Return the rows of a table as it stands in a file."""
     return tuple(MeasuredWorth(**{**row, "factors": tuple(row["factors"])}) for row in data["rows"])
 
 
 @cache
 def _shipped_rows() -> tuple[MeasuredWorth, ...]:
-    return _rows(json.loads(TABLE.read_text(encoding="utf-8")))
+    return rows_of(json.loads(TABLE.read_text(encoding="utf-8")))
 
 
 @cache
