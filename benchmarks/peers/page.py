@@ -7,6 +7,7 @@ summary into ``docs/peers.md``.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -274,7 +275,8 @@ class Best:
 class Verdict:
     """The best row of thinwire on one network beside the best of the others; times are over DDP's without a network.
 
-    ``ddp`` and ``local``: the median times of DDP and of ``"local"`` as it comes, where they were timed.
+    ``alone``, ``ddp`` and ``local``: the median times of one worker, of DDP and of ``"local"`` as it comes, where they
+    were timed.
     """
 
     where: str
@@ -282,6 +284,7 @@ class Verdict:
     other: Best
     ddp: float | None
     local: float | None = None
+    alone: float = math.inf
 
     @property
     def words(self) -> str:
@@ -306,13 +309,13 @@ def _verdict(trained: Run, clocked: Run) -> Verdict:
     kinds = {row.label: row.kind for row in TOLLS[trained["name"]].rows}
     alone = trained["steps"] * clocked["compute_seconds"]
     bests: dict[bool, list[Best]] = {True: [], False: []}
-    local = None
+    local, lone = None, math.inf
     for label, row in finishes(trained, clocked).items():
-        if label == "alone":  # which is no library
-            continue
         name = title({"label": label, "kind": kinds[label]})
         best = Best(name, _three([seconds / alone for seconds in row.times]))
-        if label in clocked["chosen"]:
+        if label == "alone":  # which is no library
+            lone = best.times[1]
+        elif label in clocked["chosen"]:
             local = best.times[1]
         else:
             bests[name.startswith("thinwire")].append(best)
@@ -322,18 +325,19 @@ def _verdict(trained: Run, clocked: Run) -> Verdict:
     rate, *wire = clocked["link"].split()
     link = rate.replace("gbit", " Gb/s").replace("mbit", " Mb/s")
     link += ", {} one way, {} lost".format(*(w.replace("ms", " ms").replace("%", " %") for w in wire)) if wire else ""
-    return Verdict(f"{size}, {workers} workers, {link}", ours, other, ddp, local)
+    return Verdict(f"{size}, {workers} workers, {link}", ours, other, ddp, local, lone)
 
 
 def summary() -> str:
     """The table of docs/peers.md."""
-    head = ("size and network", '`"local"` as it comes', "best thinwire row", "best other library", "less time for")
+    head = ("size and network", "worth", '`"local"` as it comes', "best thinwire row", "best other library")
+    head += ("less time for",)
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for one in verdicts():
         mine = one.ours.name.removeprefix("thinwire ")
-        local = "-" if one.local is None else f"{one.local:.2f}"
-        cells = (one.where, local, f"{one.ours.times[1]:.2f}: `{mine}`", f"{one.other.times[1]:.2f}: {one.other.name}")
-        lines.append(f"| {' | '.join((*cells, one.words))} |")
+        local = ("-", "-") if one.local is None else (f"{one.alone / one.local:.2f}", f"{one.local:.2f}")
+        bests = (f"{one.ours.times[1]:.2f}: `{mine}`", f"{one.other.times[1]:.2f}: {one.other.name}")
+        lines.append(f"| {' | '.join((one.where, *local, *bests, one.words))} |")
     return "\n".join(lines)
 
 

@@ -102,6 +102,9 @@ def test_the_pages_sentences_are_those_of_its_table(peers):
     apart = [over.pop(where) for where in ("1.1M, 2 workers, 10 Mb/s", "10M, 2 workers, 1 Gb/s")]
     assert [round(100 * (one - 1)) for one in apart] == [25, 24]
     assert round(100 * (max(over.values()) - 1)) == 7
+    four = found["1.1M, 4 workers, 100 Mb/s"]
+    assert four.alone > four.local
+    assert f"| {four.where} | {four.alone / four.local:.2f} | {four.local:.2f} | " in peers["page"].summary()
     times = [found[f"{size} workers, 100 Mb/s"].ours.times[1] for size in ("0.4M, 8", "1.1M, 2", "3.3M, 2", "10M, 2")]
     assert [round(time, 1) for time in times] == [1.5, 1.1, 1.1, 1.4]
 
